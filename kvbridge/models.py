@@ -1,0 +1,205 @@
+"""What a model's config.json says about its KV caches, engine-neutral. No torch, no engine.
+
+    config.json --ModelConfig.from_config--> family, layers, compress ratios, head sizes, indexer, sliding window
+    "deepseek-v4-flash" --built-in--------^
+
+Ratios: 0 stores only the sliding window, 1, 2, 4, 128 store one compressed row for so many tokens besides it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from kvbridge.errors import ManifestError
+
+
+class Family(StrEnum):
+    """Which KV caches a model has."""
+
+    V4 = "deepseek_v4"  # sliding window, C4 and C128 compressed rows, C4 indexer, compressor state
+    V41 = "deepseek_v41"  # sliding window everywhere, C1 / C2 rows on source layers only, shared indexers
+    DSA = "dsa"  # classic MLA rows and an indexer key per token (V3.2, GLM-5.2)
+    MLA = "mla"  # classic MLA rows (V3, Kimi K2)
+
+
+_FAMILIES = {
+    "deepseek_v4": Family.V4,
+    "deepseek_v41": Family.V41,
+    "deepseek_v4_1": Family.V41,
+    "deepseek_v32": Family.DSA,
+    "deepseek_v3": Family.MLA,
+    "deepseek_v2": Family.MLA,
+    "kimi_k2": Family.MLA,
+    "glm_moe_dsa": Family.DSA,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A model's KV caches.
+
+    Attributes:
+        name: Built-in name or folder name.
+        family: Kind of caches.
+        num_layers: Decoder layers, without draft layers.
+        num_heads: Query heads of the whole model.
+        head_dim: Values of a V4 row (512), or latent values of a classic MLA row.
+        rope_dim: RoPE values: inside head_dim for V4, behind the latent for classic MLA.
+        max_model_len: Longest context.
+        compress_ratios: One ratio per decoder layer (V4 family), draft layers behind.
+        num_draft_layers: Multi-token-prediction layers.
+        sliding_window: Window in tokens; 0 for none.
+        index_head_dim: Values of an indexer key; 0 for no indexer.
+        index_topk: Slots an indexer selects.
+        kv_source_layers: Layers that store compressed rows (V4.1); others read theirs.
+        index_source_layers: Layers with an indexer cache of their own (V4.1, shared indexers); empty for all.
+    """
+
+    name: str
+    family: Family
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    rope_dim: int
+    max_model_len: int
+    compress_ratios: tuple[int, ...] = ()
+    num_draft_layers: int = 0
+    sliding_window: int = 0
+    index_head_dim: int = 0
+    index_topk: int = 0
+    kv_source_layers: tuple[int, ...] = ()
+    index_source_layers: tuple[int, ...] = ()
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], *, name: str) -> ModelConfig:
+        """Reads a Hugging Face config.json.
+
+        Args:
+            config: The parsed file.
+            name: Name for messages and manifests.
+
+        Raises:
+            ManifestError: A field is missing, of the wrong type, or the model type has no MLA cache known here.
+        """
+        model_type = config.get("model_type")
+        family = _FAMILIES.get(model_type) if isinstance(model_type, str) else None
+        if family is None:
+            raise ManifestError(f"model_type: got {model_type!r}, expected one of {sorted(_FAMILIES)}")
+        num_layers = _integer(config, "num_hidden_layers", minimum=1)
+        num_draft_layers = _integer(config, "num_nextn_predict_layers", default=0)
+        ratios = _integers(config, "compress_ratios")
+        v4_family = family in (Family.V4, Family.V41)
+        if v4_family and len(ratios) < num_layers:
+            raise ManifestError(
+                f"compress_ratios: got {len(ratios)} entries, expected at least {num_layers} (num_hidden_layers)"
+            )
+        return cls(
+            name=name,
+            family=family,
+            num_layers=num_layers,
+            num_heads=_integer(config, "num_attention_heads", minimum=1),
+            head_dim=_integer(config, "head_dim" if v4_family else "kv_lora_rank", default=512, minimum=1),
+            rope_dim=_integer(config, "qk_rope_head_dim", default=64, minimum=1),
+            max_model_len=_integer(config, "max_position_embeddings", default=4096, minimum=1),
+            compress_ratios=ratios,
+            num_draft_layers=num_draft_layers,
+            sliding_window=_integer(config, "sliding_window", default=128 if v4_family else 0),
+            index_head_dim=_integer(config, "index_head_dim", default=0 if family is Family.MLA else 128),
+            index_topk=_integer(config, "index_topk", default=0),
+            kv_source_layers=_integers(config, "kv_source_layer_ids"),
+            index_source_layers=_integers(config, "index_source_layer_ids"),
+        )
+
+
+def _flash_ratios() -> tuple[int, ...]:
+    return (0, 0, *(4, 128) * 20, 4)
+
+
+_BUILT_IN = {
+    config.name: config
+    for config in (
+        ModelConfig(
+            "deepseek-v4-flash", Family.V4, 43, 64, 512, 64, 1_048_576, (*_flash_ratios(), 0), 1, 128, 128, 512
+        ),
+        ModelConfig(
+            "deepseek-v4-pro", Family.V4, 61, 128, 512, 64, 1_048_576, (128, *(128, 4) * 30, 0), 1, 128, 128, 1024
+        ),
+        ModelConfig(
+            "deepseek-v4.1-flash",
+            Family.V41,
+            40,
+            64,
+            512,
+            64,
+            1_048_576,
+            (0, 0, *(2,) * 18, *(1,) * 20, 0, 0, 0),
+            3,
+            128,
+            128,
+            512,
+            (2, 8, 14, 20),
+            (2, 8, 14, 20, 24, 28, 32, 36),
+        ),
+        ModelConfig("deepseek-v3.2", Family.DSA, 61, 128, 512, 64, 163_840, (), 1, 0, 128, 2048),
+        ModelConfig("deepseek-v3", Family.MLA, 61, 128, 512, 64, 163_840, (), 1),
+        ModelConfig("kimi-k2", Family.MLA, 61, 64, 512, 64, 131_072),
+        ModelConfig("glm-5.2", Family.DSA, 78, 64, 512, 64, 202_752, (), 1, 0, 128, 2048),
+    )
+}
+
+
+def model_names() -> tuple[str, ...]:
+    """Names of the built-in models, sorted."""
+    return tuple(sorted(_BUILT_IN))
+
+
+def load_model(source: str | Path) -> ModelConfig:
+    """Finds a model.
+
+    Args:
+        source: A built-in name, a config.json, or the folder that holds one.
+
+    Raises:
+        ManifestError: No such name or file, or a file that is no usable config.
+    """
+    built_in = _BUILT_IN.get(str(source).lower())
+    if built_in is not None:
+        return built_in
+    path = Path(source)
+    if path.is_dir():
+        path = path / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise ManifestError(
+            f"model: got {str(source)!r} ({reason}), expected a config.json, its folder, or one of {list(model_names())}"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ManifestError(f"model: got {str(source)!r}, which is not JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise ManifestError(f"model: got a JSON {type(config).__name__} in {str(source)!r}, expected an object")
+    return ModelConfig.from_config(config, name=path.parent.name or str(path))
+
+
+def _integer(config: Mapping[str, Any], field: str, *, default: int | None = None, minimum: int = 0) -> int:
+    value = config.get(field, default)
+    if value is None:
+        value = default
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise ManifestError(f"{field}: got {value!r}, expected an integer of at least {minimum}")
+    return value
+
+
+def _integers(config: Mapping[str, Any], field: str) -> tuple[int, ...]:
+    value = config.get(field)
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
+        raise ManifestError(f"{field}: got {value!r}, expected a list of integers of at least 0")
+    return tuple(value)
