@@ -4,8 +4,8 @@
     ^ code          ^ field                ^ got           ^ expected                      ^ consequence
 
 The codes are stable: an audit reports the same fault under the same code as a finding (see `audit.py`), so a rule can
-be looked up by what an exception printed. None of these derive from `ValueError`: pydantic wraps that family, and a caller
-should catch one type, whether the fault came from a constructor, a JSON file or a live tensor.
+be looked up by what an exception printed. None of these derive from `ValueError`: pydantic wraps that family, and a
+caller should catch one type, whether the fault came from a constructor, a JSON file or a live tensor.
 """
 
 from __future__ import annotations

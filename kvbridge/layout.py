@@ -6,7 +6,8 @@
 
 The three facts that engines disagree on are stored, not guessed: `payload_bytes`, `page_stride_bytes`, `padding`.
 `DeclaredLayout` holds whatever somebody declared, so that an audit can explain a contradiction; a `PageLayout` is
-always consistent. Alignment is data, not an engine's name: 37,376 may be exact, packed or 512-aligned, 37,440 is 576-aligned.
+always consistent. Alignment is data, not an engine's name: 37,376 may be exact, packed or 512-aligned, 37,440 is
+576-aligned.
 """
 
 from __future__ import annotations

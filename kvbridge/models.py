@@ -178,7 +178,8 @@ def load_model(source: str | Path) -> ModelConfig:
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise ManifestError(
-            f"model: got {str(source)!r} ({reason}), expected a config.json, its folder, or one of {list(model_names())}"
+            f"model: got {str(source)!r} ({reason}), expected a config.json, its folder, or one of "
+            f"{list(model_names())}"
         ) from error
     except (ValueError, RecursionError) as error:
         raise ManifestError(f"model: got {str(source)!r}, which is not JSON ({error})") from error

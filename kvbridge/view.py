@@ -94,8 +94,8 @@ class PageView:
 
         Args:
             tensor: Rank 2 `[pages, payload or page bytes]`, rank 3 `[pages, page_rows, row]`, rank 4 with an axis of
-                size 1 for heads, or a token-granular `[slots, row]` / `[slots, 1, row]`; any one-byte dtype, or bf16 / fp32
-                where all fields of the record have that dtype; CPU, CUDA or meta.
+                size 1 for heads, or a token-granular `[slots, row]` / `[slots, 1, row]`; any one-byte dtype, or
+                bf16 / fp32 where all fields of the record have that dtype; CPU, CUDA or meta.
             layout: What the pages are.
 
         Returns:
