@@ -204,5 +204,12 @@ class SpanError(LayoutError):
     consequence = "a clear or a copy touches bytes of another layer"
 
 
+class CodecError(LayoutError):
+    """A record that cannot be encoded or decoded as asked."""
+
+    code = "codec"
+    consequence = "values would be made up"
+
+
 class ManifestError(KVBridgeError):
     """Input that is not parseable or not on schema: the command exits with 2."""

@@ -19,6 +19,16 @@ from types import MappingProxyType
 
 from kvbridge.errors import PageRowsError, PlaneError, RecordMissingError, RecordUnknownError
 
+E4M3_MAX = 448.0
+E4M3_NAN = 0x7F
+E2M1_MAX = 6.0
+E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E4M3_SCALE_MIN = 2.0**-9
+UE8M0_BIAS = 127
+UE8M0_NAN = 255
+UE8M0_EXACT = range(10, 247)
+"""Scale bytes under which every e4m3 code times its scale is exact in bf16, subnormal codes included."""
+
 
 class Encoding(StrEnum):
     """How the bytes of a field encode values."""
