@@ -1,0 +1,127 @@
+// From running sums to outputs: sink, normalisation, LSE, joining of partial results. Shared by every path.
+//
+//   state of one head group:  sums [d_v / LANES][padded heads][LANES] | maxima | rounded sums | exact sums
+//
+// Maxima are in base 2 (score * scale * log2 e). `rounded` is the sum of the weights as they were multiplied into V,
+// `exact` the fp32 sum for the LSE; exact = -1 marks a group that met no live slot.
+#pragma once
+#include "decode_f32.h"
+
+namespace {
+
+constexpr float LOG2_E = 1.44269504088896340736f;
+constexpr double LN_2 = 0.693147180559945309417;
+
+struct State {
+  float *sums, *maxima, *rounded, *exact;
+};
+
+inline State state_at(float* base, int64_t padded) {
+  float* tail = base + padded * KVB_DV;
+  return {base, tail, tail + padded, tail + 2 * padded};
+}
+
+inline void reset(const State& state, int32_t padded) {
+  for (int32_t h = 0; h < padded; h++) { state.maxima[h] = -INFINITY; state.rounded[h] = 0; state.exact[h] = -1; }
+}
+
+// The factor that turns sums into outputs, for LANES heads: 1 / (sum + exp(sink - max)), scaled so that nothing overflows.
+inline vfloat normaliser(vfloat maximum, vfloat sum, vfloat sink) {
+  const vfloat sink2 = sink * LOG2_E;
+  vfloat top = larger(maximum, sink2);
+  top = top == -INFINITY ? vfloat{} : top;
+  const vfloat weight = exp2_lanes(maximum - top);
+  const vfloat factor = weight / (sum * weight + exp2_lanes(sink2 - top));
+  return sink2 == INFINITY ? vfloat{} : factor;
+}
+
+inline float log_sum(const kvb_call* call, float maximum, float exact, float sink) {
+  const bool included = call->flags & KVB_LSE_WITH_SINK;
+  double lse = -static_cast<double>(INFINITY);
+  if (exact >= 0 || exact != exact) {
+    lse = static_cast<double>(maximum) * LN_2 + log(static_cast<double>(exact));
+  } else if (call->flags & KVB_LSE_EMPTY_POSITIVE) {
+    return INFINITY;
+  }
+  if (included && sink > -INFINITY) {
+    const double high = lse > sink ? lse : sink, low = lse > sink ? sink : lse;
+    lse = high == static_cast<double>(INFINITY) || low == -static_cast<double>(INFINITY) ? high : high + log1p(exp(low - high));
+  }
+  return static_cast<float>(call->flags & KVB_LSE_BASE2 ? lse / LN_2 : lse);
+}
+
+inline void store_head(const kvb_call* call, int64_t query, int32_t head, const float* sums, int64_t padded, float factor, bool empty) {
+  const int64_t at = query * call->out_query_stride + head * call->out_head_stride;
+  const bool wide = call->out_type == KVB_OUT_FP32;
+  float* out32 = static_cast<float*>(call->out) + (wide ? at : 0);
+  uint16_t* out16 = static_cast<uint16_t*>(call->out) + (wide ? 0 : at);
+  for (int32_t d = 0; d < KVB_DV; d += 2 * LANES) {
+    vfloat a = {}, b = {};
+    if (!empty) {
+      a = load(sums + d * padded) * factor;
+      b = load(sums + d * padded + padded * LANES) * factor;
+#ifdef KVB_INTERLEAVED
+      // V was interleaved inside 128-bit lanes: a holds values 8j..8j+3 of these 32, b holds 8j+4..8j+7.
+      const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+      const vfloat low = reinterpret_cast<vfloat>(_mm512_permutex2var_ps(reinterpret_cast<__m512>(a), first, reinterpret_cast<__m512>(b)));
+      b = reinterpret_cast<vfloat>(_mm512_permutex2var_ps(reinterpret_cast<__m512>(a), _mm512_add_epi32(first, _mm512_set1_epi32(8)), reinterpret_cast<__m512>(b)));
+      a = low;
+#endif
+    }
+    if (wide) {
+      store(out32 + d, a);
+      store(out32 + d + LANES, b);
+    } else {
+      store_bf16(out16 + d, round_to_bf16_bits(reinterpret_cast<vint>(a)));
+      store_bf16(out16 + d + LANES, round_to_bf16_bits(reinterpret_cast<vint>(b)));
+    }
+  }
+}
+
+// Writes outputs and LSE of heads first..first+count-1 of a group; first is a multiple of LANES.
+inline void finish(const kvb_call* call, const Item* item, const State& state, int32_t first, int32_t count) {
+  for (int32_t h0 = first; h0 < first + count; h0 += LANES) {
+    float sinks[LANES], factors[LANES];
+    for (int32_t i = 0; i < LANES; i++) sinks[i] = call->sink && h0 + i < item->heads ? call->sink[item->head0 + h0 + i] : -INFINITY;
+    store(factors, normaliser(load(state.maxima + h0), load(state.rounded + h0), load(sinks)));
+    for (int32_t i = 0; i < LANES && h0 + i < item->heads; i++) {
+      const int32_t h = h0 + i, head = item->head0 + h;
+      store_head(call, item->query, head, state.sums + h * LANES, item->padded, factors[i], state.exact[h] == -1.0f);
+      if (call->lse) call->lse[item->query * call->lse_query_stride + head * call->lse_head_stride] = log_sum(call, state.maxima[h], state.exact[h], sinks[i]);
+    }
+  }
+}
+
+// Joins the partial results of one query in order of their splits, into the first of them, and finishes these heads.
+inline void merge_item(const kvb_call* call, const Item* item, int32_t first, int32_t count) {
+  const int64_t floats = partial_floats(item->padded);
+  const State to = state_at(item->partial, item->padded);
+  for (int32_t h = first; h < first + count; h++) {
+    float top = -INFINITY;
+    for (int32_t s = 0; s < item->splits; s++) {
+      const float m = state_at(item->partial + s * floats, item->padded).maxima[h];
+      top = m > top ? m : top;
+    }
+    float rounded = 0, exact = -1;
+    bool started = false;
+    for (int32_t s = 0; s < item->splits; s++) {
+      const State from = state_at(item->partial + s * floats, item->padded);
+      if (from.exact[h] == -1.0f) continue;
+      const float weight = top == -INFINITY ? 1.0f : exp2_lanes(splat(from.maxima[h] - top))[0];
+      rounded = (started ? rounded : 0) + weight * from.rounded[h];
+      exact = (started ? exact : 0) + weight * from.exact[h];
+      for (int64_t d = 0; d < KVB_DV / LANES; d++) {
+        const int64_t at = (d * item->padded + h) * LANES;
+        const vfloat part = load(from.sums + at) * weight;
+        store(to.sums + at, started ? load(to.sums + at) + part : part);
+      }
+      started = true;
+    }
+    to.maxima[h] = top;
+    to.rounded[h] = rounded;
+    to.exact[h] = exact;
+  }
+  finish(call, item, to, first, count);
+}
+
+}  // namespace

@@ -1,0 +1,144 @@
+// Threads and per-thread scratch.
+//
+// In an engine the work runs in the OpenMP runtime that torch already uses (its GOMP_parallel is handed in): those
+// threads are warm, bound to their cores and counted. Elsewhere, in a forked child (whose copy of that runtime has
+// lost its threads) and on request, it runs in this library's own threads. There the caller works too and waits only
+// for helpers that have begun, so a helper that is scheduled late costs nothing; a second caller works alone.
+#include <pthread.h>
+#include <stdlib.h>
+#include <time.h>
+#include "item.h"
+
+namespace {
+
+constexpr int32_t MAX_HELPERS = 255;
+constexpr int64_t SPIN_NANOSECONDS = 20000;
+
+struct Pool {
+  pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+  pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
+  pthread_cond_t left = PTHREAD_COND_INITIALIZER;
+  int32_t helpers = 0, openings = 0, inside = 0;
+  bool busy = false, forked = false;
+  void (*body)(void*) = nullptr;
+  void* context = nullptr;
+};
+
+Pool pool;
+
+void after_fork_in_child() {
+  pool = Pool();
+  pool.forked = true;
+}
+
+int64_t now() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec * 1000000000ll + t.tv_nsec;
+}
+
+// Waits a moment for *value to become zero (or non-zero) before the caller goes to sleep.
+void spin(const int32_t* value, bool until_zero) {
+  const int64_t end = now() + SPIN_NANOSECONDS;
+  do {
+    for (int i = 0; i < 16; i++) {
+      if ((__atomic_load_n(value, __ATOMIC_ACQUIRE) == 0) == until_zero) return;
+#if defined(__x86_64__)
+      __builtin_ia32_pause();
+#endif
+    }
+  } while (now() < end);
+}
+
+void* help(void*) {
+  for (;;) {
+    spin(&pool.openings, false);
+    pthread_mutex_lock(&pool.lock);
+    while (pool.openings == 0) pthread_cond_wait(&pool.wake, &pool.lock);
+    __atomic_store_n(&pool.openings, pool.openings - 1, __ATOMIC_RELEASE);
+    __atomic_store_n(&pool.inside, pool.inside + 1, __ATOMIC_RELEASE);
+    void (*body)(void*) = pool.body;
+    void* context = pool.context;
+    pthread_mutex_unlock(&pool.lock);
+    body(context);
+    pthread_mutex_lock(&pool.lock);
+    __atomic_store_n(&pool.inside, pool.inside - 1, __ATOMIC_RELEASE);
+    if (pool.inside == 0) pthread_cond_signal(&pool.left);
+    pthread_mutex_unlock(&pool.lock);
+  }
+  return nullptr;
+}
+
+void start_helpers(int32_t wanted) {
+  pthread_attr_t attributes;
+  pthread_attr_init(&attributes);
+  pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+  while (pool.helpers < wanted && pool.helpers < MAX_HELPERS) {
+    pthread_t thread;
+    if (pthread_create(&thread, &attributes, help, nullptr) != 0) break;
+    pool.helpers++;
+  }
+  pthread_attr_destroy(&attributes);
+}
+
+void run_in_pool(int32_t threads, void (*body)(void*), void* context) {
+  pthread_mutex_lock(&pool.lock);
+  if (pool.busy) {
+    pthread_mutex_unlock(&pool.lock);
+    body(context);
+    return;
+  }
+  pool.busy = true;
+  if (pool.helpers < threads - 1) start_helpers(threads - 1);
+  pool.body = body;
+  pool.context = context;
+  const int32_t openings = threads - 1 < pool.helpers ? threads - 1 : pool.helpers;
+  __atomic_store_n(&pool.openings, openings, __ATOMIC_RELEASE);
+  if (openings == 1) pthread_cond_signal(&pool.wake); else if (openings > 1) pthread_cond_broadcast(&pool.wake);
+  pthread_mutex_unlock(&pool.lock);
+  body(context);
+  pthread_mutex_lock(&pool.lock);
+  __atomic_store_n(&pool.openings, 0, __ATOMIC_RELEASE);
+  if (pool.inside > 0) {
+    pthread_mutex_unlock(&pool.lock);
+    spin(&pool.inside, true);
+    pthread_mutex_lock(&pool.lock);
+    while (pool.inside > 0) pthread_cond_wait(&pool.left, &pool.lock);
+  }
+  pool.busy = false;
+  pthread_mutex_unlock(&pool.lock);
+}
+
+struct Scratch {
+  void* memory = nullptr;
+  int64_t bytes = 0;
+  ~Scratch() { free(memory); }
+};
+
+thread_local Scratch scratch;
+
+__attribute__((constructor)) void watch_forks() { pthread_atfork(nullptr, nullptr, after_fork_in_child); }
+
+}  // namespace
+
+KVB_HIDDEN void* kvb_scratch(int64_t bytes) {
+  if (bytes > scratch.bytes) {
+    free(scratch.memory);
+    scratch.bytes = 0;
+    const int64_t rounded = (bytes + 4095) / 4096 * 4096;
+    scratch.memory = aligned_alloc(4096, static_cast<size_t>(rounded));
+    if (scratch.memory) scratch.bytes = rounded;
+  }
+  return scratch.memory;
+}
+
+KVB_HIDDEN void kvb_parallel(const kvb_call* call, int32_t threads, void (*body)(void*), void* context) {
+  typedef void (*Team)(void (*)(void*), void*, unsigned, unsigned);
+  if (threads <= 1) {
+    body(context);
+  } else if (call->parallel && !(call->flags & KVB_OWN_THREADS) && !pool.forked) {
+    reinterpret_cast<Team>(call->parallel)(body, context, static_cast<unsigned>(threads), 0);
+  } else {
+    run_in_pool(threads, body, context);
+  }
+}

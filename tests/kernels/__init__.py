@@ -1,0 +1,1 @@
+"""Tests of kvbridge.kernels, mirroring kernels/."""
