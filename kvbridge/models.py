@@ -57,7 +57,8 @@ class ModelConfig:
         index_head_dim: Values of an indexer key; 0 for no indexer.
         index_topk: Slots an indexer selects.
         kv_source_layers: Layers that store compressed rows (V4.1); others read theirs.
-        index_source_layers: Layers with an indexer cache of their own (V4.1, shared indexers); empty for all.
+        index_source_layers: Layers with an indexer of their own (V4.1, shared indexers); empty for all.
+        model_type: The config's own name of the architecture; empty where it does not matter.
     """
 
     name: str
@@ -74,6 +75,7 @@ class ModelConfig:
     index_topk: int = 0
     kv_source_layers: tuple[int, ...] = ()
     index_source_layers: tuple[int, ...] = ()
+    model_type: str = ""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, name: str) -> ModelConfig:
@@ -113,6 +115,7 @@ class ModelConfig:
             index_topk=_integer(config, "index_topk", default=0),
             kv_source_layers=_integers(config, "kv_source_layer_ids"),
             index_source_layers=_integers(config, "index_source_layer_ids"),
+            model_type=str(model_type),
         )
 
 
