@@ -120,6 +120,7 @@ class DeclaredPool(DeclaredLayout):
     def layout_fields(self) -> dict[str, Any]:
         """The fields of a `PageLayout`, without placement and derived figures."""
         fields = {name: getattr(self, name) for name in DeclaredLayout.model_fields}
+        fields["record"] = self.record or ""  # index-only pools have none; all others are refused without one
         fields["padding"] = Padding(policy=self.padding.policy, alignment=self.padding.alignment)
         return fields
 

@@ -1,9 +1,9 @@
 """The audits' own rules as data, and how to mend each fault.
 
-    code               severity  field            what is compared
-    group-overlap      error     layers[i]        the bytes of two layers that share one block table
-    group-alias        note      group            the bytes of two groups: legal, ownership is per block id
-    consumer-stride    error     page_stride      the tensor's stride, and what a kernel can be told
+code               severity  field            what is compared
+group-overlap      error     layers[i]        the bytes of two layers that share one block table
+group-alias        note      group            the bytes of two groups: legal, ownership is per block id
+consumer-stride    error     page_stride      the tensor's stride, and what a kernel can be told
 """
 
 from __future__ import annotations
@@ -157,6 +157,22 @@ RULES = _catalogue(
         "The bytes between two payloads may be tail padding or other layers' live data; a tensor cannot tell.",
         "the bytes are treated as foreign and never touched",
         "Declare policy and alignment.",
+    ),
+    (
+        "worker-rank",
+        _ERROR,
+        "A worker rank outside its group",
+        "Ranks count from 0 to one below the size of their parallel group.",
+        "peers are matched with the wrong worker",
+        "Declare the rank and the size of the same group.",
+    ),
+    (
+        "storage-size",
+        _ERROR,
+        "A storage of negative size",
+        "Sizes are bytes.",
+        "every layer seems to lie outside it",
+        "Declare the allocation's bytes.",
     ),
     (
         "memory-budget",
