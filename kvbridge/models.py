@@ -30,7 +30,7 @@ class Family(StrEnum):
 _FAMILIES = {
     "deepseek_v4": Family.V4,
     "deepseek_v41": Family.V41,
-    "deepseek_v4_1": Family.V41,
+    "deepseek_v41_text": Family.V41,
     "deepseek_v32": Family.DSA,
     "deepseek_v3": Family.MLA,
     "deepseek_v2": Family.MLA,
@@ -81,6 +81,11 @@ class ModelConfig:
     def from_config(cls, config: Mapping[str, Any], *, name: str) -> ModelConfig:
         """Reads a Hugging Face config.json.
 
+        V4 configs name their layers by `compress_ratios` or by Transformers' `layer_types` and `compress_rates`; V4.1
+        configs nest the text model under `text_config`; sparse models share indexers by `indexer_types`,
+        `index_topk_pattern` or `index_topk_freq`. Sources: Transformers 5.19.0 models/deepseek_v4, models/glm_moe_dsa;
+        vLLM 0.33.0 transformers_utils/configs/deepseek_v41.py, models/deepseek_v32/attention.py.
+
         Args:
             config: The parsed file.
             name: Name for messages and manifests.
@@ -92,14 +97,9 @@ class ModelConfig:
         family = _FAMILIES.get(model_type) if isinstance(model_type, str) else None
         if family is None:
             raise ManifestError(f"model_type: got {model_type!r}, expected one of {sorted(_FAMILIES)}")
+        config = _flatten(config)
         num_layers = _integer(config, "num_hidden_layers", minimum=1)
-        num_draft_layers = _integer(config, "num_nextn_predict_layers", default=0)
-        ratios = _integers(config, "compress_ratios")
         v4_family = family in (Family.V4, Family.V41)
-        if v4_family and len(ratios) < num_layers:
-            raise ManifestError(
-                f"compress_ratios: got {len(ratios)} entries, expected at least {num_layers} (num_hidden_layers)"
-            )
         return cls(
             name=name,
             family=family,
@@ -108,19 +108,26 @@ class ModelConfig:
             head_dim=_integer(config, "head_dim" if v4_family else "kv_lora_rank", default=512, minimum=1),
             rope_dim=_integer(config, "qk_rope_head_dim", default=64, minimum=1),
             max_model_len=_integer(config, "max_position_embeddings", default=4096, minimum=1),
-            compress_ratios=ratios,
-            num_draft_layers=num_draft_layers,
+            compress_ratios=_ratios(config, family, num_layers),
+            num_draft_layers=_draft_layers(config),
             sliding_window=_integer(config, "sliding_window", default=128 if v4_family else 0),
             index_head_dim=_integer(config, "index_head_dim", default=0 if family is Family.MLA else 128),
             index_topk=_integer(config, "index_topk", default=0),
             kv_source_layers=_integers(config, "kv_source_layer_ids"),
-            index_source_layers=_integers(config, "index_source_layer_ids"),
+            index_source_layers=_index_sources(config, family, num_layers),
             model_type=str(model_type),
         )
 
 
 def _flash_ratios() -> tuple[int, ...]:
     return (0, 0, *(4, 128) * 20, 4)
+
+
+def _shared_indexers(num_layers: int, *, frequency: int, offset: int) -> tuple[int, ...]:
+    """Layers that select slots themselves where every `frequency`-th does; the others reuse their selection."""
+    if frequency == 1:
+        return ()
+    return tuple(layer for layer in range(num_layers) if max(layer - offset + 1, 0) % frequency == 0)
 
 
 _BUILT_IN = {
@@ -151,7 +158,22 @@ _BUILT_IN = {
         ModelConfig("deepseek-v3.2", Family.DSA, 61, 128, 512, 64, 163_840, (), 1, 0, 128, 2048),
         ModelConfig("deepseek-v3", Family.MLA, 61, 128, 512, 64, 163_840, (), 1),
         ModelConfig("kimi-k2", Family.MLA, 61, 64, 512, 64, 131_072),
-        ModelConfig("glm-5.2", Family.DSA, 78, 64, 512, 64, 202_752, (), 1, 0, 128, 2048),
+        ModelConfig(
+            "glm-5.2",
+            Family.DSA,
+            78,
+            64,
+            512,
+            64,
+            202_752,
+            (),
+            1,
+            0,
+            128,
+            2048,
+            index_source_layers=_shared_indexers(78, frequency=4, offset=2),
+            model_type="glm_moe_dsa",
+        ),
     )
 }
 
@@ -189,6 +211,73 @@ def load_model(source: str | Path) -> ModelConfig:
     if not isinstance(config, dict):
         raise ManifestError(f"model: got a JSON {type(config).__name__} in {str(source)!r}, expected an object")
     return ModelConfig.from_config(config, name=path.parent.name or str(path))
+
+
+def _flatten(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The text model's fields on top, where a config nests them."""
+    nested = config.get("text_config")
+    if nested is None:
+        return config
+    if not isinstance(nested, Mapping):
+        raise ManifestError(f"text_config: got {nested!r}, expected an object")
+    return {**nested, **config}
+
+
+_LAYER_TYPES = {
+    "sliding_attention": 0,
+    "compressed_sparse_attention": 4,
+    "heavily_compressed_attention": 128,
+}
+
+
+def _ratios(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int, ...]:
+    if family not in (Family.V4, Family.V41):
+        return ()
+    ratios = _integers(config, "compress_ratios")
+    if family is Family.V4 and not ratios:
+        ratios = _ratios_by_type(config, num_layers)
+    if len(ratios) < num_layers:
+        raise ManifestError(
+            f"compress_ratios: got {len(ratios)} entries, expected at least {num_layers} (num_hidden_layers)"
+        )
+    return ratios
+
+
+def _ratios_by_type(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    types = config.get("layer_types")
+    if types is None:
+        # Transformers' default: two layers at 128, then 128 and 4 in turn.
+        return tuple(4 if layer >= 2 and layer % 2 else 128 for layer in range(num_layers))
+    if not isinstance(types, list):
+        raise ManifestError(f"layer_types: got {types!r}, expected a list")
+    rates = {**_LAYER_TYPES, **(config.get("compress_rates") or {})}
+    unknown = [name for name in types if name not in _LAYER_TYPES]
+    if unknown:
+        raise ManifestError(f"layer_types: got {unknown[0]!r}, expected one of {sorted(_LAYER_TYPES)}")
+    return _integers({"compress_rates": [rates[name] for name in types]}, "compress_rates")
+
+
+def _draft_layers(config: Mapping[str, Any]) -> int:
+    """Draft layers: DSpark's where the config has them, else the multi-token-prediction ones."""
+    if config.get("dspark_target_layer_ids") is not None:
+        return _integer(config, "n_mtp_layers", default=3)
+    return _integer(config, "num_nextn_predict_layers", default=0)
+
+
+def _index_sources(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int, ...]:
+    if family is not Family.DSA:
+        return _integers(config, "index_source_layer_ids")
+    modes = config.get("indexer_types") or config.get("index_topk_pattern")
+    if modes is None:
+        return _shared_indexers(
+            num_layers,
+            frequency=_integer(config, "index_topk_freq", default=1, minimum=1),
+            offset=_integer(config, "index_skip_topk_offset", default=2, minimum=1),
+        )
+    if not isinstance(modes, str | list):
+        raise ManifestError(f"indexer_types: got {modes!r}, expected a list of full and shared, or a text of F and S")
+    shared = {layer for layer, mode in enumerate(modes) if mode in ("S", "shared")}
+    return tuple(layer for layer in range(num_layers) if layer not in shared) if shared else ()
 
 
 def _integer(config: Mapping[str, Any], field: str, *, default: int | None = None, minimum: int = 0) -> int:

@@ -113,7 +113,7 @@ def _v41_layers(model: ModelConfig, settings: Settings) -> Iterator[tuple[str, C
     else:
         dtype = "uint8"
         window_record, compressed_record = _v41_records(settings)
-    # From 0.33 on the records are interleaved and read as rows of the whole cache: a block must hold whole rows of both.
+    # From 0.33 on the records are interleaved and read as rows of the whole cache: a block holds whole rows of both.
     whole_rows = own_record and settings.version != "0.32.0"
     window = CacheSpec(
         SpecKind.SLIDING,
