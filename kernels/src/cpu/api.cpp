@@ -67,7 +67,7 @@ Cut cut(const kvb_call* call) {
     if (may_split && items < threads) {
       const int64_t most = width / 64 < 64 ? width / 64 : 64;
       c.splits = static_cast<int32_t>(threads / items < most ? threads / items : most);
-      const int64_t bytes = 4 * items * c.splits * partial_floats(c.group_heads);
+      const int64_t bytes = 64 + 4 * items * c.splits * partial_floats(c.group_heads);
       if (c.splits < 2 || bytes > call->workspace_bytes) c.splits = 1;
     }
     const int64_t rounds = (items * c.splits + threads - 1) / threads;
@@ -85,12 +85,14 @@ struct Job {
   int32_t error;
 };
 
+float* aligned_workspace(const kvb_call* call) { return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(call->workspace) + 63) & ~static_cast<uintptr_t>(63)); }
+
 Item item_of(const Job* job, int64_t query, int32_t group, int32_t split) {
   const Cut& c = job->cut;
   const int32_t head0 = group * c.group_heads, left = job->call->heads - head0;
   const int32_t heads = left < c.group_heads ? left : c.group_heads, padded = ceil_div(heads, 16) * 16;
   float* partial = nullptr;
-  if (c.splits > 1) partial = static_cast<float*>(job->call->workspace) + (query * c.groups + group) * c.splits * partial_floats(c.group_heads) + split * partial_floats(padded);
+  if (c.splits > 1) partial = aligned_workspace(job->call) + (query * c.groups + group) * c.splits * partial_floats(c.group_heads) + split * partial_floats(padded);
   return {query, head0, heads, padded, split, c.splits, partial};
 }
 
@@ -139,7 +141,7 @@ extern "C" int kvb_cpu_run(const kvb_call* call) {
 
 extern "C" int64_t kvb_cpu_workspace_bytes(int32_t heads, int32_t threads, int32_t flags) {
   if (threads <= 1 || flags & KVB_BATCH_INVARIANT) return 0;
-  return 4 * threads * partial_floats(ceil_div(heads, 16) * 16);
+  return 64 + 4 * threads * partial_floats(ceil_div(heads, 16) * 16);
 }
 
 extern "C" void kvb_cpu_cut(const kvb_call* call, int32_t* head_groups, int32_t* slot_splits) {

@@ -1,0 +1,110 @@
+// Both matrix products with vdpbf16ps: 24 accumulators, every operand read once from where decoding put it.
+#pragma once
+#include "finish.h"
+#include "decode_bf16.h"
+
+namespace {
+
+constexpr int32_t BLOCK_ROWS = 96;
+constexpr int32_t ROW_STEP = 4;
+constexpr int32_t EXTRA_WEIGHTS = 1;
+
+struct Buffers {
+  bf16 *queries, *keys, *values, *weights;
+  float *scores, *corrections;
+  State state;
+};
+
+struct Ahead;
+
+inline __m512bh pair_of(const bf16* p) {
+  int32_t word;
+  memcpy(&word, p, 4);
+  return reinterpret_cast<__m512bh>(_mm512_set1_epi32(word));
+}
+
+inline __m512bh line_of(const bf16* p) { return reinterpret_cast<__m512bh>(_mm512_load_si512(p)); }
+
+template <int rows, int vectors>
+inline void score_tile(const bf16* keys, const bf16* queries, int32_t depth, float* scores, int64_t padded) {
+  __m512 sum[rows][vectors];
+  for (int r = 0; r < rows; r++)
+    for (int v = 0; v < vectors; v++) sum[r][v] = _mm512_setzero_ps();
+  for (int32_t d = 0; d < depth; d += 32, keys += BLOCK_ROWS * 32, queries += 16 * 32) {
+#pragma GCC unroll 1
+    for (int j = 0; j < 16; j++) {
+      __m512bh q[vectors];
+      for (int v = 0; v < vectors; v++) q[v] = line_of(queries + v * 16 * static_cast<int64_t>(depth) + j * 32);
+      for (int r = 0; r < rows; r++) {
+        const __m512bh k = pair_of(keys + r * 32 + 2 * j);
+        for (int v = 0; v < vectors; v++) sum[r][v] = _mm512_dpbf16_ps(sum[r][v], q[v], k);
+      }
+    }
+  }
+  for (int r = 0; r < rows; r++)
+    for (int v = 0; v < vectors; v++) _mm512_store_ps(scores + r * padded + v * 16, sum[r][v]);
+}
+
+template <int heads, int vectors>
+inline void value_tile(const bf16* values, const bf16* weights, int64_t padded, int32_t pairs, float* sums, const float* corrections, bool first) {
+  constexpr int64_t slab = BLOCK_ROWS / 2 * 32;
+  __m512 sum[heads][vectors];
+  for (int h = 0; h < heads; h++)
+    for (int v = 0; v < vectors; v++) sum[h][v] = first ? _mm512_setzero_ps() : _mm512_mul_ps(_mm512_load_ps(sums + (v * padded + h) * 16), _mm512_set1_ps(corrections[h]));
+  for (int32_t n = 0; n < pairs; n++, values += 32, weights += 2 * padded) {
+    __m512bh line[vectors];
+    for (int v = 0; v < vectors; v++) line[v] = line_of(values + v * slab);
+    for (int h = 0; h < heads; h++) {
+      const __m512bh weight = pair_of(weights + 2 * h);
+      for (int v = 0; v < vectors; v++) sum[h][v] = _mm512_dpbf16_ps(sum[h][v], line[v], weight);
+    }
+  }
+  for (int h = 0; h < heads; h++)
+    for (int v = 0; v < vectors; v++) _mm512_store_ps(sums + (v * padded + h) * 16, sum[h][v]);
+}
+
+template <int rows, int vectors, class Next>
+inline void score_strip(const Buffers& b, int32_t count, int32_t depth, int32_t padded, int32_t head, Next& ahead, int32_t share) {
+  const bf16* queries = b.queries + static_cast<int64_t>(head) * depth;
+  int32_t n = 0;
+  for (; n + rows <= count; n += rows) {
+    ahead.fetch(share);
+    score_tile<rows, vectors>(b.keys + n * 32, queries, depth, b.scores + n * padded + head, padded);
+  }
+  for (; n < count; n += ROW_STEP) score_tile<ROW_STEP, vectors>(b.keys + n * 32, queries, depth, b.scores + n * padded + head, padded);
+}
+
+template <class Next>
+inline void score_block(const Buffers& b, int32_t rows, int32_t depth, int32_t padded, Next& ahead) {
+  const int32_t strips = (padded + 31) / 32, share = (ahead.count * 12 + rows * strips - 1) / (rows * strips);
+  int32_t h = 0;
+  for (; h + 32 <= padded; h += 32) score_strip<12, 2>(b, rows, depth, padded, h, ahead, share);
+  for (; h < padded; h += 16) score_strip<24, 1>(b, rows, depth, padded, h, ahead, 2 * share);
+  ahead.fetch(ahead.count);
+}
+
+template <int vectors, int heads>
+inline void value_rest(const Buffers& b, int32_t h, int32_t left, int64_t padded, int32_t pairs, const bf16* values, float* sums, bool first) {
+  if (left == heads) {
+    value_tile<heads, vectors>(values, b.weights + 2 * h, padded, pairs, sums + h * 16, b.corrections + h, first);
+  } else if constexpr (heads > 1) {
+    value_rest<vectors, heads - 1>(b, h, left, padded, pairs, values, sums, first);
+  }
+}
+
+inline void value_block(const Buffers& b, int32_t rows, const Item* item, bool first) {
+  constexpr int32_t heads = 6, vectors = 4;
+  const int32_t pairs = (rows + 1) / 2;
+  for (int32_t d = 0; d < KVB_DV / 16; d += vectors) {
+    const bf16* values = b.values + static_cast<int64_t>(d) * (BLOCK_ROWS / 2) * 32;
+    float* sums = b.state.sums + static_cast<int64_t>(d) * item->padded * 16;
+    int32_t h = 0;
+    for (; h + heads <= item->heads; h += heads) value_tile<heads, vectors>(values, b.weights + 2 * h, item->padded, pairs, sums + h * 16, b.corrections + h, first);
+    if (h < item->heads) value_rest<vectors, heads - 1>(b, h, item->heads - h, item->padded, pairs, values, sums, first);
+  }
+}
+
+inline void products_begin() {}
+inline void products_end() {}
+
+}  // namespace
