@@ -64,6 +64,13 @@ class RecordWidthError(LayoutError):
     consequence = "every row after the first is read from the wrong byte"
 
 
+class RecordMismatchError(LayoutError):
+    """Two layouts whose records do not hold the same bytes for a row: no copy turns one into the other."""
+
+    code = "record-mismatch"
+    consequence = "bytes of one record are decoded as another"
+
+
 class PlaneError(LayoutError):
     """A plane missing, unknown, or named for a record that has only one."""
 

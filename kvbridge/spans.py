@@ -95,14 +95,18 @@ class Placement:
         return cls(layout=layout, num_pages=pages, start=offset_bytes, storage_end=storage_bytes, name=name)
 
     @classmethod
-    def from_view(cls, view: PageView) -> Placement:
-        """Places a view's pages at their addresses; on meta tensors, which have none, at their offsets.
+    def from_view(cls, view: PageView, *, addresses: bool = True) -> Placement:
+        """Places a view's pages at their addresses.
+
+        Args:
+            view: Pages in memory.
+            addresses: False for offsets in the view's storage; meta tensors, which have no address, always give those.
 
         Raises:
             StaleViewError: The view's memory is gone.
         """
         view.require_live()
-        start = view.base_address or view.offset_bytes
+        start = (addresses and view.base_address) or view.offset_bytes
         first = start - view.offset_bytes
         return cls(
             layout=view.layout,

@@ -1,0 +1,293 @@
+"""Byte copies as strided runs: what a repack moves, folded, and how it is moved.
+
+    source   [====]......[====]......[====]          sources range(0, 30, 10), targets range(0, 12, 4)
+    target   [====][====][====]
+
+Equal steps stay one strided copy, whatever the count, so that a plan is small and torch moves it with all its threads.
+Scattered pieces are lists of starts and go from storage to storage through memoryviews, whose slices cost a tenth of a
+torch call. There is no intermediate buffer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from kvbridge.errors import SpanError
+from kvbridge.runs import Span, SpanRun, Spans, join_spans
+from kvbridge.spans import Placement, row_blocks
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvbridge.view import PageView
+
+_REGULAR = 32
+"""Pieces with equal steps from which on a list of starts is worth a strided copy of its own."""
+
+_TORCH_FROM_BYTES = 1 << 20
+"""Bytes from which on a strided copy goes to torch and its threads; a smaller one costs less as memoryview slices."""
+
+Starts = range | list[int]
+_Shape = tuple[int, int, int, int]  # row_bytes, rows, source_row_stride, target_row_stride
+
+
+@dataclass(frozen=True, slots=True)
+class RowCopy:
+    """Equal copies: `rows` rows from each source start to the target start in the same place of the list.
+
+    Attributes:
+        sources: First bytes to read, as offsets in the source's storage or addresses; a range where steps are equal.
+        targets: First bytes to write, as many.
+        row_bytes: Bytes of one row's piece.
+        rows: Rows of one copy; 1 where they are one run of bytes on both sides.
+        source_row_stride: Bytes between two rows of the source; 0 for a single row.
+        target_row_stride: Likewise in the target.
+    """
+
+    sources: Starts
+    targets: Starts
+    row_bytes: int
+    rows: int = 1
+    source_row_stride: int = 0
+    target_row_stride: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes moved."""
+        return len(self.sources) * self.rows * self.row_bytes
+
+    @property
+    def is_strided(self) -> bool:
+        """Whether one strided copy does it."""
+        return isinstance(self.sources, range) and isinstance(self.targets, range)
+
+    def segments(self) -> Iterator[tuple[int, int, int]]:
+        """Every piece as (source, target, length)."""
+        for source, target in zip(self.sources, self.targets, strict=True):
+            for row in range(self.rows):
+                yield source + row * self.source_row_stride, target + row * self.target_row_stride, self.row_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPlan:
+    """What a copy moves; reading it moves nothing.
+
+    Attributes:
+        copies: The copies, folded.
+    """
+
+    copies: tuple[RowCopy, ...]
+
+    def segments(self) -> Iterator[tuple[int, int, int]]:
+        """Every piece as (source, target, length), in the order in which they are moved."""
+        return (segment for copy in self.copies for segment in copy.segments())
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes moved."""
+        return sum(copy.total_bytes for copy in self.copies)
+
+    @property
+    def source_spans(self) -> Spans:
+        """Bytes read, ascending, joined where they touch."""
+        return join_spans((source, length) for source, _, length in self.segments()).ordered()
+
+    @property
+    def target_spans(self) -> Spans:
+        """Bytes written, ascending, joined where they touch."""
+        return join_spans((target, length) for _, target, length in self.segments()).ordered()
+
+
+class CopyBuilder:
+    """Folds row-to-row copies between two placements.
+
+    Args:
+        source: Where rows are read.
+        target: Where rows are written.
+    """
+
+    def __init__(self, source: Placement, target: Placement) -> None:
+        self._source, self._target = source, target
+        self._pieces = _pieces(source, target)
+        self._whole = source.layout.regions == target.layout.regions
+        self._loose: dict[_Shape, tuple[list[int], list[int]]] = {}
+        self._copies: list[RowCopy] = []
+
+    def add(self, here: Starts, there: Starts, source_row: int, target_row: int, rows: int) -> None:
+        """Adds the same rows of many pages: page here[i] to page there[i].
+
+        Args:
+            here: Source page ids.
+            there: Target page ids, as many, each once.
+            source_row: First row in each source page.
+            target_row: First row in each target page.
+            rows: Rows, which stay inside the page on both sides.
+        """
+        layout = self._source.layout
+        if self._whole and rows == layout.page_rows:
+            self._add(here, there, 0, 0, (layout.payload_bytes, 1, 0, 0))
+            return
+        for source, target, row_bytes in self._pieces:
+            first, target_first = source.start + source_row * source.length, target.start + target_row * target.length
+            dense = rows == 1 or source.length == target.length == row_bytes
+            shape = (rows * row_bytes, 1, 0, 0) if dense else (row_bytes, rows, source.length, target.length)
+            self._add(here, there, first, target_first, shape)
+
+    def finish(self) -> CopyPlan:
+        """The plan."""
+        copies = self._copies
+        for shape, (sources, targets) in self._loose.items():
+            copies.extend(RowCopy(*pair, *shape) for pair in _regular_parts(sources, targets))
+        return CopyPlan(tuple(map(_joined, copies)))
+
+    def _add(
+        self, here: Starts, there: Starts, first: int, target_first: int, shape: tuple[int, int, int, int]
+    ) -> None:
+        sources = _starts(here, self._source.start + first, self._source.layout.page_stride_bytes)
+        targets = _starts(there, self._target.start + target_first, self._target.layout.page_stride_bytes)
+        if isinstance(sources, range) and isinstance(targets, range):
+            if sources:
+                self._copies.append(RowCopy(sources, targets, *shape))
+            return
+        loose_sources, loose_targets = self._loose.setdefault(shape, ([], []))
+        loose_sources.extend(sources)
+        loose_targets.extend(targets)
+
+
+def run_plan(plan: CopyPlan, source: PageView, target: PageView) -> None:
+    """Moves the bytes of a plan made of offsets in the two views' storages.
+
+    Args:
+        plan: See `CopyPlan`.
+        source: View whose storage is read.
+        target: View whose storage is written.
+
+    Raises:
+        StaleViewError: The memory of either view is gone.
+        SpanError: A byte would be both read and written.
+    """
+    source.require_live()
+    target.require_live()
+    _require_apart(plan, source, target)
+    here, there = source.pages, target.pages
+    on_host = here.device.type == there.device.type == "cpu" and bool(source.base_address and target.base_address)
+    buffers: tuple[memoryview, memoryview] | None = None
+    for copy in plan.copies:
+        if copy.is_strided and (copy.rows > 1 or not on_host or copy.total_bytes >= _TORCH_FROM_BYTES):
+            _strided(there, copy, copy.targets, copy.target_row_stride).copy_(
+                _strided(here, copy, copy.sources, copy.source_row_stride)
+            )
+        elif on_host and copy.rows == 1:
+            read, write = buffers = buffers or (_buffer(source), _buffer(target))
+            length = copy.row_bytes
+            for start, goal in zip(copy.sources, copy.targets, strict=True):
+                write[goal : goal + length] = read[start : start + length]
+        else:
+            for start, goal in zip(copy.sources, copy.targets, strict=True):
+                _strided(there, copy, range(goal, goal + 1), copy.target_row_stride).copy_(
+                    _strided(here, copy, range(start, start + 1), copy.source_row_stride)
+                )
+
+
+def _strided(pages: torch.Tensor, copy: RowCopy, starts: Starts, row_stride: int) -> torch.Tensor:
+    """The bytes of a strided copy as uint8 [copies, rows, row_bytes] on the storage of `pages`."""
+    step = starts.step if isinstance(starts, range) and len(starts) > 1 else 0
+    return pages.as_strided((len(starts), copy.rows, copy.row_bytes), (step, row_stride, 1), starts[0])
+
+
+def _buffer(view: PageView) -> memoryview:
+    """The whole storage as bytes; valid while the view is live."""
+    address = view.base_address - view.offset_bytes
+    return memoryview((ctypes.c_ubyte * view.storage_bytes).from_address(address)).cast("B")
+
+
+def _require_apart(plan: CopyPlan, source: PageView, target: PageView) -> None:
+    """Refuses a copy that reads what it writes; by addresses, so that two storages on one memory count as one."""
+    if not (source.base_address and target.base_address):
+        return
+    if not _payload_run(source).overlaps(_payload_run(target)):
+        return
+    read = plan.source_spans.shifted(source.base_address - source.offset_bytes)
+    written = plan.target_spans.shifted(target.base_address - target.offset_bytes)
+    for first, second in pairwise(sorted([*read, *written])):
+        if second.start < first.start + first.length:
+            end = min(first.start + first.length, second.start + second.length)
+            raise SpanError(
+                "target_pages",
+                got=f"{end - second.start} bytes at {second.start:#x} that are read too",
+                expected="pages that share no byte with the source's",
+            )
+
+
+def _payload_run(view: PageView) -> SpanRun:
+    return SpanRun(view.base_address, view.layout.payload_bytes, view.page_stride_bytes, view.num_pages)
+
+
+def _pieces(source: Placement, target: Placement) -> tuple[tuple[Span, Span, int], ...]:
+    """Runs of a row that stay together on both sides: (offset and row stride) in source and target, and their bytes."""
+    here, there = source.layout, target.layout
+    pieces: list[tuple[Span, Span, int]] = []
+    if here.record_format.arrangement is there.record_format.arrangement:
+        for block, goal in zip(row_blocks(here), row_blocks(there), strict=True):
+            pieces.append((block, goal, block.length))
+        return tuple(pieces)
+    goals = {region.name: region for region in there.regions}
+    for region in here.regions:
+        goal_region = goals[region.name]
+        pieces.append(
+            (
+                Span(region.offset, region.row_stride),
+                Span(goal_region.offset, goal_region.row_stride),
+                region.row_bytes,
+            )
+        )
+    return tuple(pieces)
+
+
+def _starts(pages: Starts, first: int, stride: int) -> Starts:
+    """First bytes of the same rows of many pages; a rising range of pages stays a range."""
+    if isinstance(pages, range) and pages.step > 0:
+        return range(first + pages.start * stride, first + pages.stop * stride, pages.step * stride)
+    return [first + page * stride for page in pages]
+
+
+def _regular_parts(sources: list[int], targets: list[int]) -> Iterator[tuple[Starts, Starts]]:
+    """Cuts two lists into ranges where at least `_REGULAR` steps are equal, and lists between them."""
+    begin = place = 0
+    count = len(sources)
+    while place < count:
+        end = place + 1
+        if end < count:
+            step, target_step = sources[end] - sources[place], targets[end] - targets[place]
+            end += 1
+            while (
+                end < count
+                and sources[end] - sources[end - 1] == step
+                and targets[end] - targets[end - 1] == target_step
+            ):
+                end += 1
+            if end - place >= _REGULAR and step > 0 and target_step > 0:
+                if begin < place:
+                    yield sources[begin:place], targets[begin:place]
+                yield (
+                    range(sources[place], sources[end - 1] + 1, step),
+                    range(targets[place], targets[end - 1] + 1, target_step),
+                )
+                begin = end
+        place = end
+    if begin < count:
+        yield sources[begin:], targets[begin:]
+
+
+def _joined(copy: RowCopy) -> RowCopy:
+    """A strided copy whose pieces touch on both sides is one piece."""
+    sources, targets = copy.sources, copy.targets
+    if copy.rows > 1 or not isinstance(sources, range) or not isinstance(targets, range) or len(sources) < 2:
+        return copy
+    if sources.step == targets.step == copy.row_bytes:
+        return RowCopy(sources[:1], targets[:1], copy.row_bytes * len(sources))
+    return copy
