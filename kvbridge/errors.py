@@ -190,6 +190,16 @@ class DerivedFieldError(LayoutError):
     consequence = "readers that trust the figure disagree with readers that compute it"
 
 
+class BoundViewError(LayoutError):
+    """A tensor as bound to a layer's kernel, where the allocator's own view of the layer is needed.
+
+    vLLM binds DeepSeek-V4.1 layers to smaller kernel blocks; that view looks dense but spans other layers' pages.
+    """
+
+    code = "bound-view"
+    consequence = "a scan, clear or copy of the whole view touches the pages of other layers"
+
+
 class StaleViewError(LayoutError):
     """A view whose memory was moved, resized or freed since it was made."""
 

@@ -34,6 +34,7 @@ FIXES = {
     "page-count": "Declare the pages that the tensor has.",
     "kind": "Declare index_only with 0 bytes, or the pool's real bytes.",
     "derived-mismatch": "Leave derived figures out, or write what follows from the other fields.",
+    "bound-view": "Pass the view that the allocator made, as KV connectors receive it.",
     "view-stale": "Bind the tensor again after the memory was moved.",
     "slot-bounds": "Send slots below num_pages times page_rows, and -1 for none.",
     "span": "Touch payload_bytes of each page; clear a whole block only for blocks that the group owns.",
