@@ -221,7 +221,7 @@ def _block_keys(segments: tuple[Segment, ...], pool: Pool) -> Iterator[Key]:
             yield Key(Role.SLACK, "unowned", first.start, first.length, detail)
         elif others:
             count = f"{len(run)} layer" + ("s" if len(run) != 1 else "")
-            detail = f"{count}, this page among them" if len(others) != len(run) else count
+            detail = f"{count}, this one included" if len(others) != len(run) else count
             length = sum(segment.length for segment in run)
             yield Key(Role.FOREIGN, first.name.split(" ")[0], first.start, length, detail)
 
@@ -234,22 +234,23 @@ def _page(pool: Pool, parent: int | None, window: tuple[int, int]) -> Strip:
     for group in _row_groups(pool):
         start, pitch = group[0].offset, group[0].row_stride
         blocks = {region.block for region in group}
-        name = f"{'data' if blocks == {'data'} else 'scale' if blocks == {'scales'} else 'data and scale'} rows"
-        role = Role.SCALES if blocks == {"scales"} else Role.DATA
-        keys.append(Key(role, name, start, rows * pitch, f"{rows:,} x {pitch:,} bytes"))
-        if len(blocks) > 1 and rows <= MAX_DRAWN_ROWS:
-            segments += _drawn_rows(group, rows)
-        else:
+        if len(blocks) == 1:
+            role, name = (Role.SCALES, "scale rows") if blocks == {"scales"} else (Role.DATA, "data rows")
             segments.append(Segment(start, rows * pitch, role, name))
-        if len(blocks) > 1:
-            scales = [region for region in group if region.block == "scales"]
-            width = sum(region.row_bytes for region in scales)
-            keys.append(Key(Role.SCALES, "scales of a row", scales[0].offset, width, f"every {pitch:,} bytes"))
-        ruling.append((start, rows * pitch, pitch))
+            keys.append(Key(role, name, start, rows * pitch, f"{rows:,} x {pitch:,}"))
+            ruling.append((start, rows * pitch, pitch))
+            continue
+        drawn = rows <= MAX_DRAWN_ROWS
+        segments += _drawn_rows(group, rows) if drawn else [Segment(start, rows * pitch, Role.DATA, "rows")]
+        for region in group:
+            detail = f"{rows:,} x {region.row_bytes:,}, every {pitch:,}"
+            keys.append(Key(region_role(region), region.name, region.offset, rows * region.row_bytes, detail))
     if pool.tail_pad_bytes:
         segments.append(Segment(pool.payload_bytes, pool.tail_pad_bytes, Role.TAIL, "tail pad"))
         keys.append(Key(Role.TAIL, "tail pad", pool.payload_bytes, pool.tail_pad_bytes, "never read or written"))
     title = f"page of {pool.page_bytes:,} bytes"
+    if parent is not None:
+        title += f" at {window[0]:,}"
     return Strip("page", title, 0, pool.page_bytes, tuple(segments), tuple(keys), parent, window, tuple(ruling))
 
 

@@ -21,7 +21,7 @@ from kvbridge.inspect.sources import (
     parse_with_engine_options,
 )
 from kvbridge.inspect.terminal import Cell, Terminal, emit, percent, remark
-from kvbridge.inspect.waste import group_waste, pool_waste
+from kvbridge.inspect.waste import waste_cells, waste_header
 from kvbridge.layout import PoolKind
 from kvbridge.manifest import SCHEMA_VERSION
 
@@ -156,14 +156,8 @@ def _memory(manifest: SourceManifest) -> Iterator[str]:
 
 def waste_table(manifest: SourceManifest, terminal: Terminal) -> str:
     """Waste of every pool and packed group of one manifest."""
-    pools = [entry.pool for entry in manifest.pools if entry.pool is not None and entry.pool.payload_bytes]
-    rows = [
-        (waste.name, waste.unit_bytes, waste.wasted_bytes, percent(waste.wasted_bytes, waste.unit_bytes))
-        + (waste.layers, waste.million_tokens_bytes)
-        for waste in (*map(pool_waste, pools), *group_waste(pools))
-    ]
-    header = ("waste of", "page or block", "unused", "share", "layers", "unused, 1M tokens")
-    return terminal.table(header, rows, left=("waste of",))
+    pools = [entry.pool for entry in manifest.pools if entry.pool is not None]
+    return terminal.table(waste_header(), waste_cells(pools), left=("waste of",))
 
 
 def _verdict(source: Source, terminal: Terminal) -> Iterator[str]:

@@ -8,9 +8,10 @@ All figures are integers: pages for a million tokens are counted whole, and byte
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from kvbridge.inspect.terminal import Cell, percent
 from kvbridge.layout import PaddingPolicy
 from kvbridge.manifest import Pool
 
@@ -73,3 +74,18 @@ def group_waste(pools: Iterable[Pool]) -> Iterator[Waste]:
         growing = [pool for pool in members if not is_bounded(pool)]
         blocks = -(-MILLION_TOKENS // growing[0].page_tokens) if growing else None
         yield Waste(f"group {name}", stride, slack, 1, None if blocks is None else blocks * slack)
+
+
+def waste_header() -> tuple[str, ...]:
+    """Column names of a table of waste."""
+    return ("waste of", "page or block", "unused", "share", "layers", "unused, 1M tokens")
+
+
+def waste_cells(pools: Sequence[Pool]) -> list[tuple[Cell, ...]]:
+    """Rows of a table of waste: every pool with bytes, then every packed group."""
+    owners = [pool for pool in pools if pool.payload_bytes]
+    return [
+        (waste.name, waste.unit_bytes, waste.wasted_bytes, percent(waste.wasted_bytes, waste.unit_bytes))
+        + (waste.layers, waste.million_tokens_bytes)
+        for waste in (*map(pool_waste, owners), *group_waste(owners))
+    ]

@@ -1,0 +1,128 @@
+"""`map`: a picture of a page, to scale, as text, SVG or HTML.
+
+    map deepseek-v4-flash --engine vllm --pool c4 --format svg > c4.svg
+
+Pools may share a name (compressor state has three records, vLLM's sliding window two groups): `--pool NAME:RECORD`,
+`NAME@GROUP` and `NAME:RECORD@GROUP` take one of them.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterator
+
+from kvbridge.inspect.command import Exit, Parser, UsageError, add_no_color
+from kvbridge.inspect.picture import Picture, make_picture
+from kvbridge.inspect.sources import (
+    Source,
+    SourceManifest,
+    add_source_arguments,
+    load_source,
+    parse_with_engine_options,
+)
+from kvbridge.inspect.terminal import Terminal, emit, remark
+from kvbridge.inspect.waste import waste_cells, waste_header
+from kvbridge.manifest import DeclaredPool, Pool
+
+SUMMARY = "Picture of a page to scale: data rows, scale rows, tail pad and foreign bytes, with offsets."
+EXAMPLES = (
+    "map --engine vllm --pool c4",
+    "map deepseek-v4.1-flash --engine sglang --pool c2",
+    "map --engine vllm --pool c4 --format svg > c4.svg",
+    "map captured.json --format html > pages.html",
+)
+
+
+def parse(tokens: list[str]) -> Namespace:
+    """Reads the command line behind `map`."""
+    parser = Parser("map", SUMMARY, EXAMPLES)
+    add_source_arguments(parser, memory=False)
+    parser.add_argument(
+        "--pool", metavar="NAME", help="pool to picture: NAME, NAME:RECORD, NAME@GROUP (default: all; svg takes one)"
+    )
+    parser.add_argument("--format", choices=("text", "svg", "html"), default="text", help="default: text")
+    add_no_color(parser)
+    return parse_with_engine_options(parser, tokens)
+
+
+def run(arguments: Namespace, terminal: Terminal) -> Exit:
+    """Runs the command."""
+    source = load_source(arguments)
+    pictured = [(manifest, tuple(_selected(manifest, arguments.pool))) for manifest in source.manifests]
+    faults = [fault for manifest in source.manifests for entry in manifest.pools for fault in entry.faults]
+    pools = [pool for _, found in pictured for pool in found]
+    if not pools and not faults:
+        raise UsageError(f"--pool: got {arguments.pool!r}, expected one of {', '.join(_names(source))}")
+    if arguments.format == "svg":
+        emit(_svg(pictured, source))
+    elif arguments.format == "html":
+        emit(_html(pictured))
+    else:
+        from kvbridge.inspect.picture_text import render_text
+
+        pictures = (picture for manifest, found in pictured for picture in _pictures(manifest, found))
+        emit("\n".join(render_text(picture, terminal) for picture in pictures))
+    for fault in faults:
+        remark(f"error: {fault}")
+    return Exit.FINDINGS if faults else Exit.CLEAN
+
+
+def _selected(manifest: SourceManifest, wanted: str | None) -> Iterator[Pool]:
+    for entry in manifest.pools:
+        if entry.pool is not None and (wanted is None or wanted in _selectors(entry.declared)):
+            yield entry.pool
+
+
+def _selectors(pool: DeclaredPool | Pool) -> tuple[str, ...]:
+    """What `--pool` may say for one pool, shortest first."""
+    group = [f"@{pool.group}"] if pool.group is not None else []
+    return tuple(pool.pool + record + place for record in ("", f":{pool.record}") for place in ("", *group))
+
+
+def _names(source: Source) -> list[str]:
+    """For every pool, the shortest name that is its own in its manifest, else the longest."""
+    names: dict[str, None] = {}
+    for manifest in source.manifests:
+        candidates = [_selectors(entry.declared) for entry in manifest.pools]
+        uses = Counter(name for selectors in candidates for name in selectors)
+        for selectors in candidates:
+            names[next((name for name in selectors if uses[name] == 1), selectors[-1])] = None
+    return list(names)
+
+
+def _pictures(manifest: SourceManifest, pools: tuple[Pool, ...]) -> Iterator[Picture]:
+    neighbours = [entry.pool for entry in manifest.pools if entry.pool is not None]
+    for pool in pools:
+        name = f"{pool.pool}.{pool.plane}" if pool.plane else pool.pool
+        yield make_picture(pool, title=f"{manifest.title} \u00b7 {name}", neighbours=neighbours)
+
+
+def _svg(pictured: list[tuple[SourceManifest, tuple[Pool, ...]]], source: Source) -> str:
+    from kvbridge.inspect.picture_svg import render_svg
+
+    pictures = [picture for manifest, pools in pictured for picture in _pictures(manifest, pools)]
+    if len(pictures) != 1:
+        engines = sorted({manifest.manifest.engine.name for manifest, pools in pictured if pools})
+        raise UsageError(
+            f"--format svg: got {len(pictures)} pools of {', '.join(engines) or 'no engine'}, expected one: choose with "
+            f"--engine and --pool, of {', '.join(_names(source))}"
+        )
+    return render_svg(pictures[0])
+
+
+def _html(pictured: list[tuple[SourceManifest, tuple[Pool, ...]]]) -> str:
+    from kvbridge.inspect.picture_html import Section, render_html
+
+    return render_html(
+        [
+            Section(
+                title=manifest.title,
+                header=waste_header(),
+                rows=waste_cells(pools),
+                pictures=tuple(_pictures(manifest, pools)),
+            )
+            for manifest, pools in pictured
+            if pools
+        ]
+    )
