@@ -24,19 +24,22 @@ from kvbridge.engines.sglang.sizes import Fit, PoolSizes, fit_classic, fit_v4
 from kvbridge.manifest import EngineId, Manifest, MemoryPlan
 from kvbridge.models import Family, ModelConfig
 
+UNLIMITED_BYTES = 1 << 50
+"""A budget that never decides: `max-total-tokens` alone does."""
+
 
 def plan(request: PlanRequest) -> Manifest:
     """Computes the manifest of one SGLang worker.
 
     Args:
-        request: Model, version, options and, for page counts, a memory budget.
+        request: Model, version, options; page counts need a memory budget or the option `max-total-tokens`.
 
     Raises:
         EngineError: The model or an option is not supported, or the budget holds nothing.
     """
     options = resolve_options(ENGINE, request.options)
     settings = resolve_settings(request.model, options)
-    fit = None if request.memory_bytes is None else _fit(request.model, settings, request.memory_bytes)
+    fit = _fit(request.model, settings, request.memory_bytes)
     bank = plan_bank(request.model, settings, fit.sizes if fit else None)
     manifest = Manifest(
         engine=EngineId(name=ENGINE.name, version=request.version),
@@ -78,7 +81,11 @@ def _is_v4(model: ModelConfig) -> bool:
     return model.family in (Family.V4, Family.V41)
 
 
-def _fit(model: ModelConfig, settings: Settings, budget_bytes: int) -> Fit:
+def _fit(model: ModelConfig, settings: Settings, budget_bytes: int | None) -> Fit | None:
+    if budget_bytes is None:
+        if not settings.max_total_tokens:
+            return None
+        budget_bytes = UNLIMITED_BYTES
     return (fit_v4 if _is_v4(model) else fit_classic)(model, settings, budget_bytes)
 
 

@@ -76,7 +76,7 @@ def source_layers(model: ModelConfig, ratio: int) -> tuple[int, ...]:
 
 
 def fit_v4(model: ModelConfig, settings: Settings, budget_bytes: int) -> Fit:
-    """Sizes of a DeepSeek-V4 pool for a budget.
+    """Sizes of a DeepSeek-V4 pool for a budget, at most `max_total_tokens`.
 
     Raises:
         EngineError: The budget is too small for one request, as SGLang would say at start-up.
@@ -103,8 +103,7 @@ def fit_v4(model: ModelConfig, settings: Settings, budget_bytes: int) -> Fit:
     full = int(available / full_token_bytes) // page * page
     while full > 0 and full * full_token_bytes + _low_ratio_padding(settings, layers, full, model) > available:
         full -= page
-    if settings.max_total_tokens:
-        full = min(full, settings.max_total_tokens) // page * page
+    full, limit = _limited(full, settings)
     if full <= 0:
         raise EngineError(
             f"memory: got {budget_bytes:,} bytes, expected more than {int(fixed_bytes + page * full_token_bytes):,} "
@@ -114,7 +113,7 @@ def fit_v4(model: ModelConfig, settings: Settings, budget_bytes: int) -> Fit:
     if swa_cap is None and swa <= model.sliding_window + page:
         raise EngineError(
             f"memory: got {budget_bytes:,} bytes, which hold {full:,} tokens and {swa:,} sliding-window slots, "
-            f"expected more than {model.sliding_window + page:,} slots (window {model.sliding_window} and a page of {page})"
+            f"expected more than {model.sliding_window + page:,} slots (window {model.sliding_window}, page {page})"
         )
     requests = min(settings.max_running_requests, full // 2)
     sizes = PoolSizes(
@@ -128,7 +127,7 @@ def fit_v4(model: ModelConfig, settings: Settings, budget_bytes: int) -> Fit:
     window = f"{settings.swa_ratio} sliding-window slots a token" if swa_cap is None else f"{swa_cap:,} window slots"
     reason = (
         f"({budget_bytes:,} - {int(fixed_bytes):,} fixed for {settings.max_running_requests} requests) / "
-        f"{full_token_bytes:,.2f} bytes a token ({window}), rounded down to pages of {page}: {full:,} tokens"
+        f"{full_token_bytes:,.2f} bytes a token ({window}), rounded down to pages of {page}{limit}: {full:,} tokens"
     )
     return Fit(sizes, reason)
 
@@ -148,12 +147,19 @@ def fit_classic(model: ModelConfig, settings: Settings, budget_bytes: int) -> Fi
     cell_bytes += token_bytes * draft_layers // model.num_layers + (index_bytes * draft_layers if index_layers else 0)
     page = settings.page_rows
     full = budget_bytes // cell_bytes // page * page
-    if settings.max_total_tokens:
-        full = min(full, settings.max_total_tokens) // page * page
+    full, limit = _limited(full, settings)
     if full <= 0:
         raise EngineError(f"memory: got {budget_bytes:,} bytes, expected at least {cell_bytes * page:,} (one page)")
-    reason = f"{budget_bytes:,} / {cell_bytes:,} bytes a token, rounded down to pages of {page}: {full:,} tokens"
+    reason = f"{budget_bytes:,} / {cell_bytes:,} bytes a token, rounded down to pages of {page}{limit}: {full:,} tokens"
     return Fit(PoolSizes(full_tokens=full), reason)
+
+
+def _limited(full: int, settings: Settings) -> tuple[int, str]:
+    """Applies --max-total-tokens (_apply_token_constraints)."""
+    if not settings.max_total_tokens or settings.max_total_tokens >= full:
+        return full, ""
+    limited = settings.max_total_tokens // settings.page_rows * settings.page_rows
+    return limited, f", limited by max-total-tokens {settings.max_total_tokens:,}"
 
 
 def index_layers_of(model: ModelConfig) -> tuple[int, ...]:
