@@ -45,6 +45,8 @@ def built_pool(
             stack.enter_context(workarounds.layout_without_gpu(settings.kv_layout, settings.compressed_option))
         if settings.swa_page_rows != settings.page_rows:
             stack.enter_context(workarounds.sliding_window_page(settings.swa_page_rows))
+        if settings.classic_record == "mla_fp4":
+            stack.enter_context(workarounds.fp4_without_gpu())
         if settings.kv_layout:
             stack.enter_context(workarounds.index_page(settings.index_page_rows))
         configurator = make_configurator(model, settings)
@@ -84,14 +86,14 @@ def server_arguments(settings: Settings, options: Mapping[str, OptionValue]) -> 
 
 def kv_dtype_name(settings: Settings) -> str:
     """SGLang's name of the rows' dtype."""
-    return {"mla_bf16": "bfloat16", "mla_fp4": "fp4_e2m1"}.get(settings.classic_record, "fp8_e4m3")
+    return {"mla_bf16": "bfloat16", "mla_fp4": "fp4_mx_block16"}.get(settings.classic_record, "fp8_e4m3")
 
 
 def kv_dtype(settings: Settings) -> torch.dtype:
     """Torch's dtype of the same name, as SGLang's configure_kv_cache_dtype maps it."""
     import torch
 
-    dtypes = {"bfloat16": torch.bfloat16, "fp4_e2m1": torch.float4_e2m1fn_x2, "fp8_e4m3": torch.float8_e4m3fn}
+    dtypes = {"bfloat16": torch.bfloat16, "fp4_mx_block16": torch.float4_e2m1fn_x2, "fp8_e4m3": torch.float8_e4m3fn}
     return dtypes[kv_dtype_name(settings)]
 
 

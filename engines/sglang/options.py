@@ -18,10 +18,13 @@ from kvbridge.models import Family, ModelConfig
 
 _V4_FAMILIES = (Family.V4, Family.V41)
 _DSA_BACKENDS = ("auto", "flashmla_sparse", "flashmla_kv", "flashinfer_sparse_mla", "fa3", "tilelang", "trtllm")
+_KV_DTYPES = ("auto", "bfloat16", "bf16", "fp8_e4m3", "fp4_mx_block16")
 
 OPTIONS = (
     EngineOption("page-size", 0, "tokens of a page; 0: 256 for V4, 64 for DSA, else what the attention backend takes"),
-    EngineOption("kv-cache-dtype", "auto", "dtype of the rows", ("auto", "bfloat16", "bf16", "fp8_e4m3", "fp4_e2m1")),
+    EngineOption(
+        "kv-cache-dtype", "auto", "dtype of the rows", ("auto", "bfloat16", "bf16", "fp8_e4m3", "fp4_mx_block16")
+    ),
     EngineOption("gpu", "sm100", "GPU that SGLang's defaults follow", ("sm90", "sm100", "sm120")),
     EngineOption("kv-layout", "auto", "SGLANG_DSV4_KV_LAYOUT", ("auto", "v4", "v41", "v41_new")),
     EngineOption("compressed-kv-layout", "auto", "SGLANG_DSV4_COMPRESSED_KV_LAYOUT", ("auto", "fp8", "fp4")),
@@ -187,11 +190,13 @@ def _classic_record(model: ModelConfig, options: Mapping[str, OptionValue]) -> s
         return "mla_bf16"
     prefill, decode = options["dsa-prefill-backend"], options["dsa-decode-backend"]
     if model.family is Family.DSA:
-        if dtype == "fp4_e2m1":
-            raise EngineError("option kv-cache-dtype: got fp4_e2m1, expected bfloat16 or fp8_e4m3 for sparse attention")
+        if dtype == "fp4_mx_block16":
+            raise EngineError(
+                "option kv-cache-dtype: got fp4_mx_block16, expected bfloat16 or fp8_e4m3 for sparse attention"
+            )
         raw = "trtllm" in (prefill, decode) or prefill == decode == "tilelang"
         return "mla_fp8" if raw else "dsa"
-    return "mla_fp4" if dtype == "fp4_e2m1" else "mla_fp8"
+    return "mla_fp4" if dtype == "fp4_mx_block16" else "mla_fp8"
 
 
 def _swa_ratio(model: ModelConfig, options: Mapping[str, OptionValue]) -> float | None:

@@ -4,6 +4,7 @@ published_arguments  pools read server arguments from a process-wide context; SG
 platform_sm120       the direct sliding-window pages are chosen by the platform, which is a CPU here
 layout_without_gpu   select_dsv4_kv_layout asserts an SM100 GPU for the V4.1 layouts; the pools themselves do not
 sliding_window_page  the configurator passes its page on; only the pool class takes another sliding-window page
+fp4_without_gpu      is_float4_e2m1fn_x2 says no without CUDA, so fp4 rows would be built as a dtype that CPUs lack
 index_page           the index page of ratios 1 and 2 is fixed on import, by whether DeepGEMM is there
 
 Each is undone on leaving the `with` block. Looked at in SGLang 0.5.23: runtime_context.py (override_server_args,
@@ -72,6 +73,21 @@ def sliding_window_page(rows: int) -> Iterator[None]:
         return pool_class(**(arguments | {"swa_page_size": rows}))
 
     with _replaced((kv_cache_configurator,), "DeepSeekV4TokenToKVPool", build):
+        yield
+
+
+@contextmanager
+def fp4_without_gpu() -> Iterator[None]:
+    """Lets the configurator size and choose the fp4 pool, as on a CUDA machine."""
+    import torch
+
+    from sglang.srt.mem_cache import kv_cache_configurator
+    from sglang.srt.model_executor import pool_configurator
+
+    def is_fp4(dtype: object) -> bool:
+        return dtype == torch.float4_e2m1fn_x2
+
+    with _replaced((kv_cache_configurator, pool_configurator), "is_float4_e2m1fn_x2", is_fp4):
         yield
 
 

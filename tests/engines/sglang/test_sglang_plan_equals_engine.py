@@ -1,0 +1,69 @@
+"""Planned equals captured: SGLang's own configurator and pool classes on one side, our arithmetic on the other.
+
+The captured side ran in SGLang's interpreter (programs/capture_cases.py); the planned side runs here, where neither
+SGLang nor its torch is. Every field of every pool and storage is compared.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sglang_models import UNLIMITED, all_cases
+
+from kvbridge.engine import PlanRequest
+from kvbridge.engines.sglang import ENGINE
+from kvbridge.models import load_model
+
+CASES = all_cases()
+SAME_FIELDS = ("engine", "model", "rank", "options", "storages", "pools")
+
+
+def planned(models: Path, case: dict[str, Any]) -> dict[str, Any]:
+    budget = None if case["budget"] == UNLIMITED else case["budget"]
+    request = PlanRequest(load_model(models / case["model"]), "0.5.23", case["options"], budget)
+    return ENGINE.plan(request).document()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_planned_equals_captured(name: str, models: Path, captured: dict[str, Any]) -> None:
+    result = captured[name]
+    assert "error" not in result, result["error"]
+    plan, manifest = planned(models, CASES[name]), result["manifest"]
+    assert manifest["origin"] == "captured"
+    for field in SAME_FIELDS:
+        assert plan[field] == manifest[field], field
+    assert result["findings"] == []
+    owners = [pool for pool in manifest["pools"] if pool["kind"] != "index_only"]
+    assert result["views"] == sum(len(pool["layers"]) for pool in owners)  # every tensor was viewed, none was copied
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if CASES[name]["budget"] != UNLIMITED])
+def test_planned_memory_is_the_allocated_memory(name: str, models: Path, captured: dict[str, Any]) -> None:
+    plan = planned(models, CASES[name])
+    allocated = sum(storage["storage_bytes"] for storage in captured[name]["manifest"]["storages"])
+    assert plan["memory"]["used_bytes"] == allocated
+    assert plan["memory"]["budget_bytes"] == CASES[name]["budget"]
+    assert f"{plan['memory']['tokens']:,} tokens" in plan["memory"]["reason"]
+
+
+def test_every_record_of_a_paged_pool_was_met(captured: dict[str, Any]) -> None:
+    records = {pool["record"] for result in captured.values() for pool in result["manifest"]["pools"]}
+    assert records >= {
+        "v4",
+        "v41",
+        "v41_interleaved",
+        "v41_fp4",
+        "v41_fp4_interleaved",
+        "uniform_fp8",
+        "indexer_fp8",
+        "indexer_fp4",
+        "state_fp32_512",
+        "state_fp32_1024",
+        "state_fp32_2048",
+        "mla_bf16",
+        "mla_fp8",
+        "mla_fp4",
+        "dsa",
+    }
