@@ -11,6 +11,7 @@ torch call. There is no intermediate buffer.
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 _REGULAR = 32
 """Pieces with equal steps from which on a list of starts is worth a strided copy of its own."""
+
+_SORT_FROM = 1024
+"""Scattered pieces from which on sorting them costs less than it saves."""
 
 _TORCH_FROM_BYTES = 1 << 20
 """Bytes from which on a strided copy goes to torch and its threads; a smaller one costs less as memoryview slices."""
@@ -184,7 +188,7 @@ def run_plan(plan: CopyPlan, source: PageView, target: PageView) -> None:
         elif on_host and copy.rows == 1:
             read, write = buffers = buffers or (_buffer(source), _buffer(target))
             length = copy.row_bytes
-            for start, goal in zip(copy.sources, copy.targets, strict=True):
+            for start, goal in zip(*_by_source(copy), strict=True):
                 write[goal : goal + length] = read[start : start + length]
         else:
             for start, goal in zip(copy.sources, copy.targets, strict=True):
@@ -197,6 +201,20 @@ def _strided(pages: torch.Tensor, copy: RowCopy, starts: Starts, row_stride: int
     """The bytes of a strided copy as uint8 [copies, rows, row_bytes] on the storage of `pages`."""
     step = starts.step if isinstance(starts, range) and len(starts) > 1 else 0
     return pages.as_strided((len(starts), copy.rows, copy.row_bytes), (step, row_stride, 1), starts[0])
+
+
+def _by_source(copy: RowCopy) -> tuple[Starts, Starts]:
+    """Starts in the order of the sources: memory is read faster in sequence, and written as fast in any order."""
+    if isinstance(copy.sources, range) or len(copy.sources) < _SORT_FROM:
+        return copy.sources, copy.targets
+    import torch
+
+    # An array is read by torch in place; torch.tensor(list) takes longer than the sort.
+    sources, targets = (
+        torch.frombuffer(array("q", starts), dtype=torch.int64) for starts in (copy.sources, copy.targets)
+    )
+    ascending, order = sources.sort()
+    return ascending.tolist(), targets[order].tolist()
 
 
 def _buffer(view: PageView) -> memoryview:
@@ -256,29 +274,37 @@ def _starts(pages: Starts, first: int, stride: int) -> Starts:
 
 
 def _regular_parts(sources: list[int], targets: list[int]) -> Iterator[tuple[Starts, Starts]]:
-    """Cuts two lists into ranges where at least `_REGULAR` steps are equal, and lists between them."""
+    """Cuts two lists into ranges where some `_REGULAR` steps are equal, and lists between them."""
     begin = place = 0
     count = len(sources)
-    while place < count:
-        end = place + 1
-        if end < count:
-            step, target_step = sources[end] - sources[place], targets[end] - targets[place]
+    probe = _REGULAR // 2  # a stretch of _REGULAR equal steps holds a whole probe, so the others need no closer look
+    while place + probe < count:
+        step, target_step = sources[place + 1] - sources[place], targets[place + 1] - targets[place]
+        if (
+            step <= 0
+            or target_step <= 0
+            or sources[place + probe] - sources[place] != probe * step
+            or targets[place + probe] - targets[place] != probe * target_step
+        ):
+            place += probe
+            continue
+        first, end = place, place + 1
+        while first > begin and (sources[first] - sources[first - 1], targets[first] - targets[first - 1]) == (
+            step,
+            target_step,
+        ):
+            first -= 1
+        while end < count and (sources[end] - sources[end - 1], targets[end] - targets[end - 1]) == (step, target_step):
             end += 1
-            while (
-                end < count
-                and sources[end] - sources[end - 1] == step
-                and targets[end] - targets[end - 1] == target_step
-            ):
-                end += 1
-            if end - place >= _REGULAR and step > 0 and target_step > 0:
-                if begin < place:
-                    yield sources[begin:place], targets[begin:place]
-                yield (
-                    range(sources[place], sources[end - 1] + 1, step),
-                    range(targets[place], targets[end - 1] + 1, target_step),
-                )
-                begin = end
-        place = end
+        if end - first > probe:
+            if begin < first:
+                yield sources[begin:first], targets[begin:first]
+            yield (
+                range(sources[first], sources[end - 1] + 1, step),
+                range(targets[first], targets[end - 1] + 1, target_step),
+            )
+            begin = end
+        place = max(end, place + 1)
     if begin < count:
         yield sources[begin:], targets[begin:]
 
