@@ -1,0 +1,237 @@
+"""The CPU backend behind the API: a preset structure, patched with a few packed stores, one C call.
+
+    template of a plan  ->  copy at bind  ->  |constants|out type, scale|queries, q, out, lse|sink ..|cache|cache|cache|
+                                                          ^ pack_into      ^ pack_into           slots, lengths ^ each
+
+`cpu.py` describes the structure and loads the library; here tensors that `arguments.py` checked are written into it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvbridge.kernels import cpu, cpu_build
+from kvbridge.kernels.arguments import INDEX_BITS
+from kvbridge.kernels.errors import KernelError
+from kvbridge.kernels.plan import Mode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvbridge.kernels.arguments import Call, CallCache
+    from kvbridge.kernels.caches import LseFormat
+    from kvbridge.kernels.plan import Plan
+
+_HEAD = struct.Struct("<10q")
+_HEAD_AT = cpu.CallStructure.queries.offset
+_SLOTS = struct.Struct("<6q3i")
+_CACHE_BYTES = ctypes.sizeof(cpu.CacheStructure)
+_SLOTS_AT = tuple(
+    cpu.CallStructure.cache.offset + index * _CACHE_BYTES + cpu.CacheStructure.slots.offset
+    for index in range(cpu.MAX_CACHES)
+)
+
+
+def _check_offsets() -> None:
+    """The packed stores rely on runs of fields that the structure keeps together."""
+    if cpu.CallStructure.sink.offset != _HEAD_AT + _HEAD.size:
+        raise KernelError("kvb_call: the fields from queries to lse_head_stride are no longer ten 8-byte words")
+    if cpu.CacheStructure.row_of_query_bits.offset + 4 != cpu.CacheStructure.slots.offset + _SLOTS.size:
+        raise KernelError("kvb_cache: the fields from slots to row_of_query_bits moved")
+
+
+_check_offsets()
+
+
+class CpuBackend:
+    """Compiled C++ with run-time choice of the instruction set."""
+
+    name = "cpu"
+
+    def missing(self, device_type: str) -> str | None:
+        """Why it cannot run here: another device, no compiler, or a failed build."""
+        if device_type != "cpu":
+            return f"runs on cpu tensors, not on {device_type}"
+        try:
+            cpu.load()
+        except (cpu_build.CompilerMissingError, cpu_build.CpuBuildError, cpu.CpuCallError, OSError) as error:
+            return str(error)
+        return None
+
+    def unsupported(self, plan: Plan) -> str | None:
+        """Why it cannot serve the plan: a record that no path decodes."""
+        try:
+            for record in plan.caps.records:
+                cpu.record_structure(record, 64)
+        except cpu.CpuCallError as error:
+            return str(error)
+        return None
+
+    def workspace_bytes(self, plan: Plan) -> int:
+        """Room for partial results of as many threads as torch has now; with more of them slots stay unsplit."""
+        invariant = plan.caps.mode == Mode.BATCH_INVARIANT
+        threads = torch.get_num_threads()
+        return cpu.load().workspace_bytes(heads=plan.caps.heads, threads=threads, batch_invariant=invariant)
+
+    def prepare(self, plan: Plan, device: torch.device, *, path: cpu.Path = cpu.Path.AUTO) -> cpu.CallStructure:
+        """Loads the library and fills what all calls of a plan share.
+
+        Args:
+            plan: The plan.
+            device: The CPU.
+            path: Instruction set to force.
+        """
+        library = cpu.load()
+        if path is not cpu.Path.AUTO and path not in library.usable:
+            raise KernelError(f"path {path.name}: not usable here, expected one of {[p.name for p in library.usable]}")
+        flags = cpu.Flag.BATCH_INVARIANT if plan.caps.mode == Mode.BATCH_INVARIANT else cpu.Flag(0)
+        return cpu.CallStructure(
+            abi=cpu.ABI,
+            bytes=ctypes.sizeof(cpu.CallStructure),
+            path=path,
+            threads=torch.get_num_threads(),
+            flags=flags,
+            heads=plan.caps.heads,
+            d_qk=plan.d_qk,
+            d_v=plan.d_v,
+            parallel=cpu.openmp_parallel(),
+        )
+
+    def bind(self, prepared: cpu.CallStructure, call: Call, workspace: torch.Tensor | None) -> CpuRunner:
+        """Fills the structure of one call."""
+        return CpuRunner(cpu.load(), prepared, call, workspace)
+
+
+class CpuRunner:
+    """One bound call."""
+
+    __slots__ = ("_address", "_call", "_library", "_mapped", "_run", "_workspace", "launch", "structure")
+
+    launch: Callable[[], None]
+
+    def __init__(
+        self, library: cpu.Library, template: cpu.CallStructure, call: Call, workspace: torch.Tensor | None
+    ) -> None:
+        self._library = library
+        self._run = library.run
+        self._workspace = workspace
+        self.structure = structure = cpu.CallStructure.from_buffer_copy(template)
+        self._address = ctypes.addressof(structure)
+        structure.caches = len(call.caches)
+        structure.scale = call.scale
+        structure.flags |= _lse_flags(call.lse_format)
+        if call.sink is not None:
+            structure.sink = call.sink.data_ptr()
+        if workspace is not None:
+            structure.workspace, structure.workspace_bytes = workspace.data_ptr(), workspace.numel()
+        for index, cache in enumerate(call.caches):
+            view, entry = cache.view, structure.cache[index]
+            entry.base, entry.num_pages = view.base_address, view.num_pages
+            entry.page_rows, entry.page_stride_bytes = view.page_rows, view.page_stride_bytes
+            entry.record = cpu.record_structure(cache.record, view.page_rows, cache.external_scale)
+        self._mapped = any(cache.slots_per_sequence != cache.lengths_per_sequence for cache in call.caches)
+        self.launch = self._launch_mapped if self._mapped else self._launch
+        self.update(call)
+
+    def update(self, call: Call) -> None:
+        """Writes addresses, strides and counts of tensors that were checked."""
+        self._call = call
+        structure = self.structure
+        q, out, lse = call.q, call.out, call.lse
+        q_query, q_head, _ = q.stride()
+        out_query, out_head, _ = out.stride()
+        lse_address, lse_query, lse_head = (0, 0, 0) if lse is None else (lse.data_ptr(), *lse.stride())
+        structure.out_type = out.dtype is torch.float32
+        _HEAD.pack_into(
+            structure,
+            _HEAD_AT,
+            call.queries,
+            q.data_ptr(),
+            q_query,
+            q_head,
+            out.data_ptr(),
+            out_query,
+            out_head,
+            lse_address,
+            lse_query,
+            lse_head,
+        )
+        if self._mapped:
+            return
+        sequences = call.sequence_of_query
+        for cache, at in zip(call.caches, _SLOTS_AT, strict=False):
+            mapped = sequences if cache.slots_per_sequence else None
+            _pack_slots(structure, at, cache.slots, cache.lengths, mapped)
+
+    def _launch(self) -> None:
+        code = self._run(self._address)
+        if code:
+            raise KernelError(f"cpu backend: {self._library.error(code)}")
+
+    def _launch_mapped(self) -> None:
+        """Slots and lengths of one cache count different things: what is per sequence is spread over the queries."""
+        call = self._call
+        spread = [_spread(call, cache) for cache in call.caches]
+        for (slots, lengths), at in zip(spread, _SLOTS_AT, strict=False):
+            _pack_slots(self.structure, at, slots, lengths, None)
+        self._launch()
+
+
+def _pack_slots(
+    structure: cpu.CallStructure,
+    at: int,
+    slots: torch.Tensor,
+    lengths: torch.Tensor | None,
+    row_of_query: torch.Tensor | None,
+) -> None:
+    rows, width = slots.shape
+    _SLOTS.pack_into(
+        structure,
+        at,
+        slots.data_ptr(),
+        slots.stride()[0],
+        0 if lengths is None else lengths.data_ptr(),
+        0 if row_of_query is None else row_of_query.data_ptr(),
+        rows,
+        width,
+        INDEX_BITS[slots.dtype],
+        0 if lengths is None else INDEX_BITS[lengths.dtype],
+        0 if row_of_query is None else INDEX_BITS[row_of_query.dtype],
+    )
+
+
+def _spread(call: Call, cache: CallCache) -> tuple[torch.Tensor, torch.Tensor | None]:
+    slots, lengths, sequences = cache.slots, cache.lengths, call.sequence_of_query
+    if sequences is None or not (cache.slots_per_sequence or cache.lengths_per_sequence):
+        return slots, lengths
+    wide = sequences.long()
+    rows = len(slots) if cache.slots_per_sequence or lengths is None else len(lengths)
+    inside = (wide >= 0) & (wide < rows)
+    if not bool(inside.any()):
+        return slots[:0].new_zeros(call.queries, 0), None
+    known = torch.where(inside, wide, 0)
+    if cache.slots_per_sequence:
+        slots = slots[known]
+    if lengths is None:
+        lengths = torch.full((call.queries,), slots.shape[1])
+    elif cache.lengths_per_sequence:
+        lengths = lengths[known]
+    return slots, torch.where(inside, lengths, 0)
+
+
+def _lse_flags(form: LseFormat) -> cpu.Flag:
+    flags = cpu.Flag(0)
+    if form.base == "2":
+        flags |= cpu.Flag.LSE_BASE2
+    if form.includes_sink:
+        flags |= cpu.Flag.LSE_WITH_SINK
+    if form.empty > 0:
+        flags |= cpu.Flag.LSE_EMPTY_POSITIVE
+    return flags
+
+
+BACKEND = CpuBackend()
