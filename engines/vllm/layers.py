@@ -21,8 +21,10 @@ from kvbridge.engines.vllm.specs import CacheSpec, SpecKind
 from kvbridge.models import Family, ModelConfig
 from kvbridge.records import get_record
 
-_V4_ALIGNMENT = 576  # FlashMLA's rows: pages of split records are rounded up to it
-_PLAIN_ALIGNMENT = 512  # FlashInfer's rows, and V4.1's records
+ALIGNMENTS = (576, 512)
+"""What pages are rounded up to: FlashMLA's rows of split V4 records; FlashInfer's rows and V4.1's records."""
+
+_V4_ALIGNMENT, _PLAIN_ALIGNMENT = ALIGNMENTS
 
 
 def layer_specs(model: ModelConfig, settings: Settings) -> dict[str, CacheSpec]:
@@ -196,9 +198,7 @@ def _classic_layers(model: ModelConfig, settings: Settings) -> Iterator[tuple[st
     }[settings.kv_dtype]
     pages_of_64 = settings.arch != "sm100" and settings.backend == "flashmla" and settings.kv_dtype != "bfloat16"
     aligned_rows = 0 if not sparse or pages_of_64 else 32 if settings.backend == "flashinfer" else 1
-    indexer = CacheSpec(
-        SpecKind.MLA, "indexer", _indexer_record(settings), settings.block_tokens, kernel_block_tokens=64
-    )
+    indexer = CacheSpec(SpecKind.MLA, "indexer", "indexer_fp8", settings.block_tokens, kernel_block_tokens=64)
     for index in range(_num_layers(model, settings)):
         prefix = f"model.layers.{index}.self_attn"
         owns_indexer = sparse and (

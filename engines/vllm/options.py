@@ -127,6 +127,8 @@ def resolve(model: ModelConfig, options: Mapping[str, OptionValue], *, version: 
         block_tokens = preferred
     elif block_tokens % preferred:
         raise EngineError(f"option block-size: got {block_tokens}, expected a multiple of {preferred} for {backend}")
+    if options["indexer-kv-dtype"] == "mxfp4" and model.family is Family.DSA:
+        notes.append("vLLM keeps this model's indexer keys in fp8 whatever indexer-kv-dtype says")
     context_parallel = _positive(options, "decode-context-parallel-size", least=1)
     if context_parallel > 1 and model.family in (Family.V4, Family.V41):
         raise EngineError(

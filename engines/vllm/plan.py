@@ -9,7 +9,7 @@ Neither vLLM nor torch is imported.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import lcm
+from math import gcd, lcm
 
 from kvbridge.engine import EngineError, PlanRequest
 from kvbridge.engines.vllm.grouping import Group, Placement, block_bytes, make_groups, place
@@ -58,20 +58,51 @@ def plan_manifest(request: PlanRequest, options: dict[str, str | int | bool]) ->
         storages=(Storage(id=STORAGE, storage_bytes=None if num_blocks is None else num_blocks * slab_bytes),),
         memory=memory,
         notes=tuple(notes),
-        pools=tuple(make_pool(placement, packed=packed, num_blocks=num_blocks) for placement in placements),
+        pools=tuple(
+            make_pool(
+                placement,
+                packed=packed,
+                num_blocks=num_blocks,
+                page_tokens=placement.spec.block_tokens if packed else page_tokens(groups[placement.group]),
+            )
+            for placement in placements
+        ),
     )
 
 
-def make_pool(placement: Placement, *, packed: bool, num_blocks: int | None) -> Pool:
-    """A placement as a pool of the manifest. Block 0 is vLLM's null block: it never holds live rows."""
-    spec = placement.spec
-    stride = placement.block_stride_bytes
+def page_tokens(group: Group) -> int:
+    """Tokens of a page where layers are outermost: a block is split into the blocks that all kernels take.
+
+    Source: vLLM 0.33.0 v1/worker/utils.py (prepare_kernel_block_sizes, select_common_block_size).
+    """
+    return min(gcd(spec.kernel_block_tokens, spec.block_tokens) for spec in group.specs.values())
+
+
+def make_pool(placement: Placement, *, packed: bool, num_blocks: int | None, page_tokens: int) -> Pool:
+    """A placement as a pool of the manifest. Block 0 is vLLM's null block: it never holds live rows.
+
+    Args:
+        placement: Where the layers lie.
+        packed: Whether blocks are outermost.
+        num_blocks: Blocks; None to leave page counts open.
+        page_tokens: Tokens of a page; a block holds one page or several.
+    """
+    pages_per_block = placement.spec.block_tokens // page_tokens
+    spec = placement.spec.with_block(page_tokens)
+    if pages_per_block > 1 and placement.block_stride_bytes != placement.spec.payload_bytes:
+        raise EngineError(
+            f"option block-size: got {placement.spec.block_tokens}, expected {page_tokens}: vLLM refuses to split "
+            f"blocks {placement.block_stride_bytes} bytes apart that hold {placement.spec.payload_bytes}"
+        )
+    stride = placement.block_stride_bytes // pages_per_block
     alignment = spec.alignment
     if packed:
         policy = PaddingPolicy.PACKED
     else:
         if stride != spec.page_bytes:
-            alignment = lcm(alignment or 1, spec.block_stride_alignment)
+            alignment = lcm(alignment or 1, placement.spec.block_stride_alignment)
+        elif spec.page_bytes == spec.payload_bytes:
+            alignment = None  # vLLM's merged spec of a group keeps an alignment only where it pads
         policy = PaddingPolicy.EXACT if alignment is None else PaddingPolicy.ALIGNED
     return Pool(
         record=spec.record,
@@ -81,8 +112,8 @@ def make_pool(placement: Placement, *, packed: bool, num_blocks: int | None) -> 
         payload_bytes=spec.payload_bytes,
         page_stride_bytes=stride,
         padding=Padding(policy=policy, alignment=alignment),
-        num_pages=num_blocks,
-        reserved_pages=1,
+        num_pages=None if num_blocks is None else num_blocks * pages_per_block,
+        reserved_pages=pages_per_block,
         dtype=spec.dtype,
         group=str(placement.group),
         storage=STORAGE,
