@@ -71,7 +71,7 @@ _X86_UNITS = (
     Unit("avx512_bf16", "avx512_bf16.cpp", _AVX512_BF16, path=True),
     Unit("amx", "amx.cpp", (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16"), path=True),
 )
-_EMULATED_UNIT = Unit("amx_emulated", "amx.cpp", (*_AVX512_BF16, "-DKVB_AMX_EMULATED"), path=True)
+_EMULATED_UNIT = Unit("amx_emulated", "amx.cpp", (*_AVX512_BF16, "-DKVB_AMX_EMULATE"), path=True)
 _MACHINE_UNIT = Unit("machine", "machine.cpp")
 
 

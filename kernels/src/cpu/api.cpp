@@ -17,7 +17,7 @@ bool good_record(const kvb_record& r, int32_t d_qk) {
   if (r.values == 0) return r.code == KVB_CODE_NONE && r.scale == KVB_SCALE_NONE;
   if (r.code == KVB_CODE_E4M3 && r.scale == KVB_SCALE_NONE) return true;
   if (r.group <= 0 || r.values % r.group) return false;
-  if (r.code == KVB_CODE_E4M3) return (r.scale == KVB_SCALE_UE8M0 && r.group % 32 == 0) || (r.scale == KVB_SCALE_FP32 && r.group % 16 == 0);
+  if (r.code == KVB_CODE_E4M3) return (r.scale == KVB_SCALE_UE8M0 && (r.group == 32 || r.group == 64)) || (r.scale == KVB_SCALE_FP32 && r.group % 64 == 0);
   return r.code == KVB_CODE_E2M1 && r.scale == KVB_SCALE_E4M3 && r.group == 16;
 }
 

@@ -8,6 +8,7 @@
 // scale is an addition to the exponent, exact for scale bytes 10..246. Other bytes and NaN codes take the slow way.
 #pragma once
 #include "decode_f32.h"
+#include "transpose.h"
 
 namespace {
 
@@ -49,7 +50,7 @@ inline void widen(__m512i codes, __m512i& first, __m512i& second) {
   second = _mm512_unpackhi_epi8(low, high);
 }
 
-inline bool has_nan_code(__m512i codes) { return _mm512_cmpeq_epi8_mask(_mm512_add_epi8(codes, codes), _mm512_set1_epi8(static_cast<char>(0xFE))) != 0; }
+inline __mmask64 nan_codes(__m512i codes) { return _mm512_cmpeq_epi8_mask(_mm512_add_epi8(codes, codes), _mm512_set1_epi8(static_cast<char>(0xFE))); }
 
 inline __m512i add_exponent(__m512i values, uint8_t scale) {
   const __m512i add = _mm512_set1_epi16(static_cast<short>((static_cast<int>(scale) - 127) * 128));
@@ -64,18 +65,23 @@ __attribute__((noinline)) void decode_slowly(const uint8_t* codes, float scale, 
 
 inline bool plain_scale(uint8_t scale) { return static_cast<uint8_t>(scale - 10) <= 236; }
 
-// 64 codes whose scales are powers of two: `left` for the first 32, `right` for the others.
-inline void decode_ue8m0(const uint8_t* codes, uint8_t left, uint8_t right, bf16* out, int64_t chunk) {
-  const __m512i x = _mm512_loadu_si512(codes);
-  if (__builtin_expect(!plain_scale(left) || !plain_scale(right) || has_nan_code(x), 0)) {
-    decode_slowly(codes, ue8m0(left), false, out);
-    decode_slowly(codes + 32, ue8m0(right), false, out + chunk);
-    return;
+// Codes under power-of-two scales, `per_64` of them for 64 codes. A row with a rare scale or a NaN code is done again.
+template <int per_64>
+inline void decode_ue8m0(const uint8_t* codes, const uint8_t* scales, int32_t count, bf16* out, int64_t chunk) {
+  __mmask64 nan = 0;
+  uint32_t rare = 0;
+  for (int32_t i = 0; i < count / 64; i++) {
+    const __m512i x = _mm512_loadu_si512(codes + 64 * i);
+    const uint8_t left = scales[per_64 * i], right = scales[per_64 * i + per_64 - 1];
+    rare |= !plain_scale(left) | !plain_scale(right);
+    nan |= nan_codes(x);
+    __m512i a, b;
+    widen(x, a, b);
+    _mm512_store_si512(out + 2 * i * chunk, add_exponent(a, left));
+    _mm512_store_si512(out + (2 * i + 1) * chunk, add_exponent(b, right));
   }
-  __m512i a, b;
-  widen(x, a, b);
-  _mm512_store_si512(out, add_exponent(a, left));
-  _mm512_store_si512(out + chunk, add_exponent(b, right));
+  if (__builtin_expect(rare != 0 || nan != 0, 0))
+    for (int32_t i = 0; i < count / 32; i++) decode_slowly(codes + 32 * i, ue8m0(scales[i * per_64 / 2]), false, out + i * chunk);
 }
 
 // 32 bf16 times an fp32 scale, rounded once to bf16; false when a product needs the slow way.
@@ -97,7 +103,7 @@ inline void decode_fp32_scale(const uint8_t* codes, float scale, bf16* out, int6
   const uint32_t exponent = (float_to_bits(scale) >> 23) & 255;
   __m512i a, b;
   widen(x, a, b);
-  const bool usual = exponent > 24 && exponent < 240 && !has_nan_code(x);
+  const bool usual = exponent > 24 && exponent < 240 && nan_codes(x) == 0;
   if (__builtin_expect(usual && multiply(a, scale, a) , 1)) _mm512_store_si512(out, a); else decode_slowly(codes, scale, true, out);
   if (__builtin_expect(usual && multiply(b, scale, b) , 1)) _mm512_store_si512(out + chunk, b); else decode_slowly(codes + 32, scale, true, out + chunk);
 }
@@ -118,11 +124,7 @@ inline void decode_row_bf16(const Row& row, bf16* out, int64_t chunk) {
   if (r.code == KVB_CODE_E2M1) {
     for (int32_t i = 0; i < r.values / 32; i++) decode_e2m1(row.codes + 16 * i, row.scales + 2 * i, out + i * chunk);
   } else if (r.code == KVB_CODE_E4M3 && r.scale == KVB_SCALE_UE8M0) {
-    const int32_t step = r.group == 32 ? 2 : 1;
-    if (r.group <= 64)
-      for (int32_t i = 0; i < r.values / 64; i++) decode_ue8m0(row.codes + 64 * i, row.scales[i * step], row.scales[i * step + step - 1], out + 2 * i * chunk, chunk);
-    else
-      for (int32_t i = 0; i < r.values / 64; i++) decode_ue8m0(row.codes + 64 * i, row.scales[64 * i / r.group], row.scales[(64 * i + 32) / r.group], out + 2 * i * chunk, chunk);
+    if (r.group == 32) decode_ue8m0<2>(row.codes, row.scales, r.values, out, chunk); else decode_ue8m0<1>(row.codes, row.scales, r.values, out, chunk);
   } else if (r.code == KVB_CODE_E4M3) {
     for (int32_t i = 0; i < r.values / 64; i++) {
       float scale = r.external_scale;

@@ -24,32 +24,6 @@ struct Ahead {                     // rows of the next block, fetched while this
   }
 };
 
-inline void transpose(__m512i* rows) {          // 16 x 16 words of 32 bits
-  __m512i t[16];
-  for (int i = 0; i < 8; i++) {
-    t[2 * i] = _mm512_unpacklo_epi32(rows[2 * i], rows[2 * i + 1]);
-    t[2 * i + 1] = _mm512_unpackhi_epi32(rows[2 * i], rows[2 * i + 1]);
-  }
-  for (int i = 0; i < 4; i++) {
-    rows[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
-    rows[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
-    rows[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
-    rows[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
-  }
-  for (int i = 0; i < 4; i++) {
-    t[i] = _mm512_shuffle_i32x4(rows[i], rows[i + 4], 0x88);
-    t[i + 4] = _mm512_shuffle_i32x4(rows[i], rows[i + 4], 0xdd);
-    t[i + 8] = _mm512_shuffle_i32x4(rows[i + 8], rows[i + 12], 0x88);
-    t[i + 12] = _mm512_shuffle_i32x4(rows[i + 8], rows[i + 12], 0xdd);
-  }
-  for (int i = 0; i < 4; i++) {
-    rows[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-    rows[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-    rows[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
-    rows[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
-  }
-}
-
 inline void pack_queries(const kvb_call* call, const Item* item, bf16* packed) {
   const bf16* q = static_cast<const bf16*>(call->q) + item->query * call->q_query_stride;
   for (int32_t h0 = 0; h0 < item->padded; h0 += 16)
@@ -60,6 +34,13 @@ inline void pack_queries(const kvb_call* call, const Item* item, bf16* packed) {
       bf16* out = packed + static_cast<int64_t>(h0) * call->d_qk + d * 16;
       for (int32_t i = 0; i < 16; i++) _mm512_store_si512(out + 32 * i, rows[i]);
     }
+}
+
+inline void pack_few_queries(const kvb_call* call, const Item* item, bf16* packed) {
+  const bf16* q = static_cast<const bf16*>(call->q) + item->query * call->q_query_stride;
+  for (int32_t d = 0; d < call->d_qk; d += 32)
+    for (int32_t h = 0; h < FEW_HEADS; h++, packed += 32)
+      _mm512_store_si512(packed, h < item->heads ? _mm512_loadu_si512(q + (item->head0 + h) * call->q_head_stride + d) : _mm512_setzero_si512());
 }
 
 // Turns scores into weights, column by column, and says by how much older sums shrink. Weights are rounded to bf16;
@@ -128,7 +109,8 @@ void run_item(const kvb_call* call, const Item* item, void* scratch) {
   if (count > 0) {
     Ahead first_rows = {rows[0], count, 0};
     first_rows.fetch(count);
-    pack_queries(call, item, b.queries);
+    b.few = call->heads <= FEW_HEADS;
+    if (b.few) pack_few_queries(call, item, b.queries); else pack_queries(call, item, b.queries);
     products_begin();
     const float scale2 = call->scale * LOG2_E;
     for (int32_t block = 0; count > 0; block++) {

@@ -10,6 +10,7 @@
 namespace {
 
 constexpr int32_t BLOCK_ROWS = 64;
+constexpr int32_t SINGLE_ROWS = TILE_ROWS * TILE_VECTORS < 12 ? TILE_ROWS * TILE_VECTORS : 12;   // more streams of rows run slower
 constexpr int32_t KEY_PAD = 16;                     // keeps rows off a power-of-two distance
 
 struct Buffers {
@@ -60,7 +61,7 @@ inline void score_strip(const Buffers& b, int32_t count, int32_t depth, int64_t 
 inline void score_block(const Buffers& b, int32_t rows, int32_t depth, int32_t padded) {
   int32_t h = 0;
   for (; h + TILE_VECTORS * LANES <= padded; h += TILE_VECTORS * LANES) score_strip<TILE_ROWS, TILE_VECTORS>(b, rows, depth, padded, h);
-  for (; h < padded; h += LANES) score_strip<TILE_ROWS * TILE_VECTORS, 1>(b, rows, depth, padded, h);
+  for (; h < padded; h += LANES) score_strip<SINGLE_ROWS, 1>(b, rows, depth, padded, h);
 }
 
 // Turns scores into weights, column by column, and says by how much older sums shrink.

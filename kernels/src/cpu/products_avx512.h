@@ -8,11 +8,13 @@ namespace {
 constexpr int32_t BLOCK_ROWS = 96;
 constexpr int32_t ROW_STEP = 4;
 constexpr int32_t EXTRA_WEIGHTS = 1;
+constexpr int32_t FEW_HEADS = 8;
 
 struct Buffers {
   bf16 *queries, *keys, *values, *weights;
   float *scores, *corrections;
   State state;
+  bool few;                        // at most 8 heads: queries are [d_qk / 32][8][32]
 };
 
 struct Ahead;
@@ -74,12 +76,41 @@ inline void score_strip(const Buffers& b, int32_t count, int32_t depth, int32_t 
   for (; n < count; n += ROW_STEP) score_tile<ROW_STEP, vectors>(b.keys + n * 32, queries, depth, b.scores + n * padded + head, padded);
 }
 
+// Up to 8 heads: lanes hold parts of one dot product instead of heads, so that no lane is idle; 16 sums (2 rows of 8
+// heads) are then added across lanes together.
+inline void score_few(const bf16* keys, const bf16* queries, int32_t depth, float* scores) {
+  __m512 sum[16];
+  for (int i = 0; i < 16; i++) sum[i] = _mm512_setzero_ps();
+  for (int32_t d = 0; d < depth; d += 32, keys += BLOCK_ROWS * 32, queries += 8 * 32)
+    for (int h = 0; h < 8; h++) {
+      const __m512bh q = line_of(queries + h * 32);
+      sum[h] = _mm512_dpbf16_ps(sum[h], q, line_of(keys));
+      sum[8 + h] = _mm512_dpbf16_ps(sum[8 + h], q, line_of(keys + 32));
+    }
+  for (int i = 0; i < 8; i++) sum[i] = _mm512_add_ps(_mm512_unpacklo_ps(sum[2 * i], sum[2 * i + 1]), _mm512_unpackhi_ps(sum[2 * i], sum[2 * i + 1]));
+  for (int i = 0; i < 4; i++) {
+    const __m512d a = _mm512_castps_pd(sum[2 * i]), b = _mm512_castps_pd(sum[2 * i + 1]);
+    sum[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+  }
+  for (int n = 2; n > 0; n /= 2)
+    for (int i = 0; i < n; i++) sum[i] = _mm512_add_ps(_mm512_shuffle_f32x4(sum[2 * i], sum[2 * i + 1], 0x88), _mm512_shuffle_f32x4(sum[2 * i], sum[2 * i + 1], 0xdd));
+  _mm512_store_ps(scores, _mm512_zextps256_ps512(_mm512_castps512_ps256(sum[0])));
+  _mm512_store_ps(scores + 16, _mm512_zextps256_ps512(_mm512_extractf32x8_ps(sum[0], 1)));
+}
+
 template <class Next>
 inline void score_block(const Buffers& b, int32_t rows, int32_t depth, int32_t padded, Next& ahead) {
   const int32_t strips = (padded + 31) / 32, share = (ahead.count * 12 + rows * strips - 1) / (rows * strips);
   int32_t h = 0;
+  if (b.few) {
+    for (int32_t n = 0; n < rows; n += 2) {
+      ahead.fetch(share / 6 + 1);
+      score_few(b.keys + n * 32, b.queries, depth, b.scores + n * padded);
+    }
+    h = padded;
+  }
   for (; h + 32 <= padded; h += 32) score_strip<12, 2>(b, rows, depth, padded, h, ahead, share);
-  for (; h < padded; h += 16) score_strip<24, 1>(b, rows, depth, padded, h, ahead, 2 * share);
+  for (; h < padded; h += 16) score_strip<12, 1>(b, rows, depth, padded, h, ahead, share);
   ahead.fetch(ahead.count);
 }
 

@@ -1,0 +1,13 @@
+// The AMX path (bf16 tiles). With KVB_AMX_EMULATE the same text runs on emulated tiles, for tests without the hardware.
+#define LANES 16
+#define KVB_INTERLEAVED
+#include "products_amx.h"
+#include "path_bf16.h"
+
+#ifdef KVB_AMX_EMULATE
+KVB_HIDDEN extern const Path kvb_path_amx_emulated;
+const Path kvb_path_amx_emulated = {KVB_PATH_AMX_EMULATED, scratch_bytes, run_item, merge_item};
+#else
+KVB_HIDDEN extern const Path kvb_path_amx;
+const Path kvb_path_amx = {KVB_PATH_AMX, scratch_bytes, run_item, merge_item};
+#endif
