@@ -1,6 +1,6 @@
 """Entry of `python -m kvbridge.inspect` and `kvbridge-inspect`: finds the command, prints errors, returns exit codes.
 
-    argv -> command name -> its module, and only that -> run -> exit code
+argv -> command name -> its module, and only that -> run -> exit code
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def overview() -> str:
     commands = "".join(f"  {name.ljust(width)}  {summary}\n" for name, summary in COMMANDS.items())
     return (
         f"usage: {PROGRAM} [COMMAND] [OPTIONS]\n\n"
-        "What a KV-cache page is, for SGLang, vLLM and MLA kernels. Without a command: what is installed here, the page\n"
-        "tables of all engines for DeepSeek-V4, and whether one kernel can read them.\n\n"
+        "What a KV-cache page is, for SGLang, vLLM and MLA kernels. Without a command: what is installed here, the\n"
+        "page tables of all engines for DeepSeek-V4, and whether one kernel can read them.\n\n"
         f"commands:\n{commands}\n"
         f"`{PROGRAM} COMMAND --help` explains a command and gives examples.\n\n"
         "exit codes: 0 clean, 1 findings or a difference, 2 input or usage, 3 engine not installed\n"

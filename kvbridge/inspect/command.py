@@ -1,6 +1,6 @@
 """The frame of every command: exit codes, usage errors, help with examples, common options.
 
-    main -> command module: add_arguments(parser), run(arguments, terminal) -> Exit
+main -> command module: add_arguments(parser), run(arguments, terminal) -> Exit
 """
 
 from __future__ import annotations

@@ -2,14 +2,13 @@
 
     map deepseek-v4-flash --engine vllm --pool c4 --format svg > c4.svg
 
-Pools may share a name (compressor state has three records, vLLM's sliding window two groups): `--pool NAME:RECORD`,
-`NAME@GROUP` and `NAME:RECORD@GROUP` take one of them.
+Pools may share a name (compressor state has three records, vLLM's sliding window two groups): `--pool` also takes
+`NAME:RECORD` and the labels that `check` prints, such as `swa@0`.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Iterator
 
 from kvbridge.inspect.command import Exit, Parser, UsageError, add_no_color
@@ -23,7 +22,8 @@ from kvbridge.inspect.sources import (
 )
 from kvbridge.inspect.terminal import Terminal, emit, remark
 from kvbridge.inspect.waste import waste_cells, waste_header
-from kvbridge.manifest import DeclaredPool, Pool
+from kvbridge.manifest import Pool
+from kvbridge.placement import pool_labels
 
 SUMMARY = "Picture of a page to scale: data rows, scale rows, tail pad and foreign bytes, with offsets."
 EXAMPLES = (
@@ -39,7 +39,7 @@ def parse(tokens: list[str]) -> Namespace:
     parser = Parser("map", SUMMARY, EXAMPLES)
     add_source_arguments(parser, memory=False)
     parser.add_argument(
-        "--pool", metavar="NAME", help="pool to picture: NAME, NAME:RECORD, NAME@GROUP (default: all; svg takes one)"
+        "--pool", metavar="NAME", help="pool to picture: NAME, NAME:RECORD or NAME@GROUP (default: all; svg takes one)"
     )
     parser.add_argument("--format", choices=("text", "svg", "html"), default="text", help="default: text")
     add_no_color(parser)
@@ -69,26 +69,15 @@ def run(arguments: Namespace, terminal: Terminal) -> Exit:
 
 
 def _selected(manifest: SourceManifest, wanted: str | None) -> Iterator[Pool]:
-    for entry in manifest.pools:
-        if entry.pool is not None and (wanted is None or wanted in _selectors(entry.declared)):
-            yield entry.pool
-
-
-def _selectors(pool: DeclaredPool | Pool) -> tuple[str, ...]:
-    """What `--pool` may say for one pool, shortest first."""
-    group = [f"@{pool.group}"] if pool.group is not None else []
-    return tuple(pool.pool + record + place for record in ("", f":{pool.record}") for place in ("", *group))
+    for entry, label in zip(manifest.pools, pool_labels(manifest.manifest), strict=True):
+        pool = entry.pool
+        if pool is not None and wanted in (None, label, pool.pool, f"{pool.pool}:{pool.record}"):
+            yield pool
 
 
 def _names(source: Source) -> list[str]:
-    """For every pool, the shortest name that is its own in its manifest, else the longest."""
-    names: dict[str, None] = {}
-    for manifest in source.manifests:
-        candidates = [_selectors(entry.declared) for entry in manifest.pools]
-        uses = Counter(name for selectors in candidates for name in selectors)
-        for selectors in candidates:
-            names[next((name for name in selectors if uses[name] == 1), selectors[-1])] = None
-    return list(names)
+    labels = [label for manifest in source.manifests for label in pool_labels(manifest.manifest)]
+    return list(dict.fromkeys(labels))
 
 
 def _pictures(manifest: SourceManifest, pools: tuple[Pool, ...]) -> Iterator[Picture]:
@@ -105,8 +94,8 @@ def _svg(pictured: list[tuple[SourceManifest, tuple[Pool, ...]]], source: Source
     if len(pictures) != 1:
         engines = sorted({manifest.manifest.engine.name for manifest, pools in pictured if pools})
         raise UsageError(
-            f"--format svg: got {len(pictures)} pools of {', '.join(engines) or 'no engine'}, expected one: choose with "
-            f"--engine and --pool, of {', '.join(_names(source))}"
+            f"--format svg: got {len(pictures)} pools of {', '.join(engines) or 'no engine'}, expected one: choose "
+            f"with --engine and --pool, of {', '.join(_names(source))}"
         )
     return render_svg(pictures[0])
 

@@ -116,9 +116,7 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, OptionValue]:
     return found
 
 
-def choose_engines(
-    name: str | None, *, version: str | None, options: Mapping[str, OptionValue]
-) -> tuple[Choice, ...]:
+def choose_engines(name: str | None, *, version: str | None, options: Mapping[str, OptionValue]) -> tuple[Choice, ...]:
     """The engines to plan for.
 
     Args:

@@ -139,10 +139,10 @@ def _facts(pool: Pool, layer: LayerPlacement | None) -> Iterator[str]:
         return
     record = pool.record_format
     yield record.title + (f" (plane {pool.plane})" if pool.plane else "")
+    tokens = "1 token" if pool.tokens_per_row == 1 else f"{pool.tokens_per_row:,} tokens"
     yield (
-        f"{pool.page_rows:,} rows x {pool.row_bytes:,} = payload {pool.payload_bytes:,} \u00b7 page {pool.page_bytes:,} "
-        f"\u00b7 stride {pool.page_stride_bytes:,} \u00b7 a row stands for {pool.tokens_per_row:,} token"
-        + ("s" if pool.tokens_per_row != 1 else "")
+        f"{pool.page_rows:,} rows x {pool.row_bytes:,} = payload {pool.payload_bytes:,} \u00b7 page "
+        f"{pool.page_bytes:,} \u00b7 stride {pool.page_stride_bytes:,} \u00b7 a row stands for {tokens}"
     )
     alignment = "" if pool.padding.alignment is None else f", alignment {pool.padding.alignment:,}"
     where = "" if layer is None else f" \u00b7 {layer.name} at offset {layer.offset_bytes:,}"
@@ -178,9 +178,7 @@ def _other_pages(
                 yield (place.offset_bytes - base) % stride, other.page_bytes, other, place.name
 
 
-def _fill(
-    pages: list[tuple[int, int, Pool, str]], own: tuple[int, int, Pool, str], stride: int
-) -> Iterator[Segment]:
+def _fill(pages: list[tuple[int, int, Pool, str]], own: tuple[int, int, Pool, str], stride: int) -> Iterator[Segment]:
     """Segments without gap or overlap: where declared pages overlap, the pictured one wins, then the earlier."""
     position = 0
     for page in pages:
@@ -276,9 +274,7 @@ def _same_run(first: Region, region: Region) -> bool:
 
 def _row(pool: Pool, group: tuple[Region, ...], page: int) -> Strip:
     first, pitch = group[0].offset, group[0].row_stride
-    segments = tuple(
-        Segment(region.offset, region.row_bytes, region_role(region), region.name, 0) for region in group
-    )
+    segments = tuple(Segment(region.offset, region.row_bytes, region_role(region), region.name, 0) for region in group)
     keys = tuple(
         Key(region_role(region), region.name, region.offset, region.row_bytes, _encoding(region)) for region in group
     )

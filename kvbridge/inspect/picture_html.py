@@ -1,6 +1,6 @@
 """Pictures as one HTML page: every pool of a source, with its facts and waste. No script, nothing loaded.
 
-    <h1>engine, model</h1>  <table>waste</table>  <svg>pool</svg> <svg>pool</svg> ...
+<h1>engine, model</h1>  <table>waste</table>  <svg>pool</svg> <svg>pool</svg> ...
 """
 
 from __future__ import annotations

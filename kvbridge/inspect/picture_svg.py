@@ -41,7 +41,7 @@ _CLASSES = {
 # Role: (light fill, dark fill, light ink on it, dark ink on it)
 _COLOURS = {
     "data": ("#3b6fc4", "#5a91e8", "#ffffff", "#0b1220"),
-    "rope": ("#1f8a7d", "#43bfae", "#ffffff", "#06201c"),
+    "rope": ("#17776b", "#43bfae", "#ffffff", "#06201c"),
     "scales": ("#e3a008", "#f2bd42", "#2b1f00", "#2b1f00"),
     "unused": ("#b9c0ca", "#5b6572", "#1f2328", "#e6edf3"),
     "tail": ("#cf3f55", "#f2707f", "#ffffff", "#2a060b"),
@@ -107,7 +107,7 @@ def render_svg(picture: Picture, *, style: bool = True) -> str:
     drawing = _Drawing(y=40)
     drawing.text(LEFT, drawing.y, _clip(picture.title, 70), size=18, css="bold")
     for fact in picture.facts:
-        for line in textwrap.wrap(fact, 108):
+        for line in textwrap.wrap(printable(fact), 108):
             drawing.y += 20
             drawing.text(LEFT, drawing.y, line, css="dim")
     drawing.y += 20
@@ -200,9 +200,7 @@ def _draw_bar(drawing: _Drawing, bar: _Bar) -> None:
         )
     drawing.add("</g>")
     _draw_ruling(drawing, bar)
-    drawing.add(
-        f'<rect class="frame" x="{bar.left:.2f}" y="{bar.top:.2f}" width="{bar.width:.2f}" height="{height}"/>'
-    )
+    drawing.add(f'<rect class="frame" x="{bar.left:.2f}" y="{bar.top:.2f}" width="{bar.width:.2f}" height="{height}"/>')
     _draw_band(drawing, bar, _draw_names(drawing, bar))
 
 
@@ -256,8 +254,9 @@ def _draw_band(drawing: _Drawing, bar: _Bar, outside: list[tuple[str, Role, int]
     """Above the bar: its title, its end, names that do not fit inside, then as many offsets as do not touch."""
     baseline = bar.top - 6
     strip = bar.strip
-    drawing.text(bar.left, baseline, strip.title, css="bold")
-    free = (bar.left + _text_width(strip.title, 13) + 14, bar.left + bar.width)
+    title = _clip(strip.title, 60 if strip.kind != "row" else 36)
+    drawing.text(bar.left, baseline, title, css="bold")
+    free = (bar.left + _text_width(title, 13) + 14, bar.left + bar.width)
     right = free[1]
     last = strip.first + strip.length
     for text, role in [(f"{last:,}", None), *((f"{name} {start:,}", role) for name, role, start in reversed(outside))]:
@@ -278,16 +277,28 @@ def _draw_band(drawing: _Drawing, bar: _Bar, outside: list[tuple[str, Role, int]
             right = x - width - 16
 
 
-_COLUMNS = (("first byte", 480.0), ("bytes", 580.0), ("share", 660.0))
-
-
 def _draw_table(drawing: _Drawing, strips: tuple[Strip, ...]) -> None:
-    """The legend: every kind of segment of every bar, with its numbers."""
+    """The legend: every kind of segment of every bar, with its numbers, in columns as wide as they need to be."""
+    keys = [key for strip in strips for key in strip.keys]
+    if not keys:
+        return
+    starts = max(len(f"{key.start:,}") for key in keys)
+    lengths = max(len(f"{key.length:,}") for key in keys)
+    widths = [max(starts, len("first byte")), max(lengths, len("bytes")), len("100.0 %")]
+    free = int((RIGHT - LEFT - 24) / (13 * CHARACTER)) - sum(widths) - 4 * 3
+    names = min(max(len(printable(key.name)) for key in keys), max(32, free - 30), free - 16)
+    ends = []
+    position = LEFT + 24 + names * 13 * CHARACTER
+    for width in widths:
+        position += (width + 3) * 13 * CHARACTER
+        ends.append(position)
+    rest = int((RIGHT - position) / (13 * CHARACTER)) - 3
     for strip in strips:
         drawing.y += 26
-        drawing.text(LEFT, drawing.y, _clip(strip.title, 46), css="bold")
-        for name, x in _COLUMNS:
-            drawing.text(x, drawing.y, name, size=12, css="dim", anchor="end")
+        title = int((ends[0] - LEFT) / (13 * CHARACTER)) - len("first byte") - 2
+        drawing.text(LEFT, drawing.y, _clip(strip.title, title), css="bold")
+        for name, end in zip(("first byte", "bytes", "share"), ends, strict=True):
+            drawing.text(end, drawing.y, name, size=12, css="dim", anchor="end")
         drawing.y += 8
         drawing.add(f'<path class="line" d="M{LEFT} {drawing.y:.2f}H{RIGHT}"/>')
         for key in strip.keys:
@@ -296,11 +307,11 @@ def _draw_table(drawing: _Drawing, strips: tuple[Strip, ...]) -> None:
                 f'<rect class="{_CLASSES[key.role]} swatch" x="{LEFT}" y="{drawing.y - 11:.2f}" width="14" '
                 'height="14" rx="3"/>'
             )
-            drawing.text(LEFT + 24, drawing.y, _clip(key.name, 32))
+            drawing.text(LEFT + 24, drawing.y, _clip(key.name, names))
             values = (f"{key.start:,}", f"{key.length:,}", percent(key.length, strip.length))
-            for (_, x), value in zip(_COLUMNS, values, strict=True):
-                drawing.text(x, drawing.y, value, anchor="end")
-            drawing.text(690, drawing.y, _clip(key.detail, 29), css="dim")
+            for end, value in zip(ends, values, strict=True):
+                drawing.text(end, drawing.y, value, anchor="end")
+            drawing.text(position + 3 * 13 * CHARACTER, drawing.y, _clip(key.detail, rest), css="dim")
 
 
 def _text_width(text: str, size: int) -> float:

@@ -1,7 +1,7 @@
 """A picture as text: the same strips, a cell for so many bytes, and the table of offsets.
 
     page of 37,440 bytes at 181,440 (1 cell = 390 bytes)
-    ████████████████████████████████████████████████████████████▒×
+    ████████████████████████████████████████████████████████████▒x
       █ data rows    0       36,864   98.5 %   64 x 576
 
 A run shorter than a cell still gets one, so that nothing disappears; the table has the exact numbers.

@@ -1,7 +1,7 @@
 """`show`: the page table of a source, what a memory budget holds, and whether one kernel can read it all.
 
-    pool   record  rows  payload    page  stride  tail pad ...
-    c4     v4        64   37,376  37,440  37,440        64 ...
+pool   record  rows  payload    page  stride  tail pad ...
+c4     v4        64   37,376  37,440  37,440        64 ...
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvbridge.inspect.sources import (
     load_source,
     parse_with_engine_options,
 )
-from kvbridge.inspect.terminal import Cell, Terminal, emit, percent, remark
+from kvbridge.inspect.terminal import Cell, Terminal, emit, percent, printable, remark
 from kvbridge.inspect.waste import waste_cells, waste_header
 from kvbridge.layout import PoolKind
 from kvbridge.manifest import SCHEMA_VERSION
@@ -92,20 +92,16 @@ def _tables(source: Source, terminal: Terminal) -> Iterator[str]:
         yield page_table(manifest, terminal)
         yield from _memory(manifest)
         for note in manifest.manifest.notes:
-            yield f"note: {note}\n"
+            yield f"note: {printable(note)}\n"
         yield "\n"
         yield waste_table(manifest, terminal)
         yield "\n"
     yield from _verdict(source, terminal)
 
 
-_COLUMNS = ("pool", "record", "rows", "tokens/row", "payload", "page", "stride", "tail pad", "waste") + (
-    "foreign",
-    "padding",
-    "layers",
-    "group",
-    "offset",
-    "pages",
+_COLUMNS = (
+    *("pool", "record", "rows", "tokens/row", "payload", "page", "stride", "tail pad", "waste"),
+    *("foreign", "padding", "layers", "group", "offset", "pages"),
 )
 
 
@@ -150,7 +146,7 @@ def _memory(manifest: SourceManifest) -> Iterator[str]:
     if plan is not None:
         yield (
             f"memory: {plan.budget_bytes:,} bytes hold {plan.num_blocks:,} blocks and {plan.tokens:,} tokens, "
-            f"{plan.used_bytes:,} bytes allocated\n  {plan.reason}\n"
+            f"{plan.used_bytes:,} bytes allocated\n  {printable(plan.reason)}\n"
         )
 
 
@@ -161,4 +157,22 @@ def waste_table(manifest: SourceManifest, terminal: Terminal) -> str:
 
 
 def _verdict(source: Source, terminal: Terminal) -> Iterator[str]:
-    return iter(())
+    """Whether one kernel can read the MLA pools of every manifest in place."""
+    from kvbridge.consumers import Verdict, fit_manifest
+    from kvbridge.placement import pool_labels
+
+    names, refused = [], []
+    for manifest in source.manifests:
+        name = manifest.manifest.engine.name
+        labels = zip(pool_labels(manifest.manifest), manifest.pools, strict=True)
+        mla = {label for label, entry in labels if entry.pool and entry.pool.record and entry.pool.record_format.d_qk}
+        found = [entry for entry in fit_manifest(manifest.manifest, ["kvbridge"]) if entry.pool in mla]
+        good = [entry.pool for entry in found if entry.fit.verdict is Verdict.IN_PLACE]
+        names.append(f"{name}: {', '.join(good) or 'none'}")
+        refused += [f"{name} {entry.pool} {entry.fit.verdict.value}" for entry in found if entry.pool not in good]
+    answer = terminal.paint("no", "red", "bold") if refused else terminal.paint("yes", "green", "bold")
+    engines = printable(" and ".join(dict.fromkeys(entry.manifest.engine.name for entry in source.manifests)))
+    yield f"Can one kernel (kvbridge.kernels.mla) read the MLA pages of {engines} in place? {answer}\n"
+    yield f"  in place: {printable('; '.join(names))}\n"
+    if refused:
+        yield f"  not: {printable('; '.join(refused))}\n"

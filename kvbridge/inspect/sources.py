@@ -1,9 +1,9 @@
 """SOURCE of a command: a manifest file, a model to plan for, or nothing.
 
-    manifests.json | -            {"schema_version", "manifests"}   read, contradictions kept
-    config.json or its folder     {"model_type", ...}              planned by every engine, or by --engine
-    deepseek-v3.2                 a built-in name                  planned
-    nothing                       deepseek-v4-flash                planned
+manifests.json | -            {"schema_version", "manifests"}   read, contradictions kept
+config.json or its folder     {"model_type", ...}              planned by every engine, or by --engine
+deepseek-v3.2                 a built-in name                  planned
+nothing                       deepseek-v4-flash                planned
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from kvbridge.inspect.options import (
     split_engine_options,
 )
 from kvbridge.inspect.reading import read_object
+from kvbridge.inspect.terminal import printable
 from kvbridge.manifest import DeclaredManifest, DeclaredPool, Manifest, Pool, validate_document
 from kvbridge.models import ModelConfig, load_model, model_names
 
@@ -73,7 +74,7 @@ class SourceManifest:
             size = getattr(rank, f"{axis}_parallel_size")
             if size != 1:
                 parts.append(f"{label} rank {getattr(rank, f'{axis}_parallel_rank')} of {size}")
-        return " \u00b7 ".join(parts)
+        return printable(" \u00b7 ".join(parts))
 
 
 @dataclass(frozen=True, slots=True)

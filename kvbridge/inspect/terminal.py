@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34", "cyan": "36"}
@@ -47,13 +47,21 @@ class Terminal:
         codes = ";".join(STYLES[style] for style in styles)
         return f"\x1b[{codes}m{text}\x1b[0m" if self.color and codes else text
 
-    def table(self, header: Sequence[str], rows: Sequence[Sequence[Cell]], *, left: Sequence[str] = ()) -> str:
+    def table(
+        self,
+        header: Sequence[str],
+        rows: Sequence[Sequence[Cell]],
+        *,
+        left: Sequence[str] = (),
+        styles: Mapping[str, str] | None = None,
+    ) -> str:
         """Lays out a table; columns are as wide as their widest cell, nothing is cut off.
 
         Args:
             header: Column names.
             rows: Cells: integers get thousands separators, None becomes a dash.
             left: Columns to align left; the others are aligned right.
+            styles: Style of cells by their first word.
 
         Returns:
             Lines, each with a final newline.
@@ -61,16 +69,22 @@ class Terminal:
         cells = [[cell_text(cell) for cell in row] for row in rows]
         widths = [max(len(line[column]) for line in [list(header), *cells]) for column in range(len(header))]
         rule = "\u2500" if self.unicode else "-"
-        lines = [self.paint(_line(header, widths, header, left), "bold"), "  ".join(rule * width for width in widths)]
-        lines += [_line(row, widths, header, left) for row in cells]
+        lines = [self.paint("  ".join(_pad(header, widths, header, left)), "bold")]
+        lines.append("  ".join(rule * width for width in widths))
+        for row in cells:
+            padded = _pad(row, widths, header, left)
+            if styles and self.color:
+                found = [styles.get(cell.split(" ")[0], "") for cell in row]
+                padded = [self.paint(cell, style) if style else cell for cell, style in zip(padded, found, strict=True)]
+            lines.append("  ".join(padded))
         return "".join(line.rstrip() + "\n" for line in lines)
 
 
-def _line(cells: Sequence[str], widths: Sequence[int], header: Sequence[str], left: Sequence[str]) -> str:
-    return "  ".join(
+def _pad(cells: Sequence[str], widths: Sequence[int], header: Sequence[str], left: Sequence[str]) -> list[str]:
+    return [
         cell.ljust(width) if name in left else cell.rjust(width)
         for cell, width, name in zip(cells, widths, header, strict=True)
-    )
+    ]
 
 
 def cell_text(cell: Cell) -> str:

@@ -85,7 +85,9 @@ def waste_cells(pools: Sequence[Pool]) -> list[tuple[Cell, ...]]:
     """Rows of a table of waste: every pool with bytes, then every packed group."""
     owners = [pool for pool in pools if pool.payload_bytes]
     return [
-        (waste.name, waste.unit_bytes, waste.wasted_bytes, percent(waste.wasted_bytes, waste.unit_bytes))
-        + (waste.layers, waste.million_tokens_bytes)
+        (
+            *(waste.name, waste.unit_bytes, waste.wasted_bytes, percent(waste.wasted_bytes, waste.unit_bytes)),
+            *(waste.layers, waste.million_tokens_bytes),
+        )
         for waste in (*map(pool_waste, owners), *group_waste(owners))
     ]
