@@ -241,11 +241,12 @@ def _opaque(name: str, title: str, row_bytes: int, source: str, *, d_qk: int, ro
     return Record(name, title, fields, _INTERLEAVED, ScaleRule.UNKNOWN, source, 16, d_qk, 512, decodable=False)
 
 
-def _state(floats: int, use: str) -> Record:
+def _state(values: int, use: str, encoding: Encoding = Encoding.FP32) -> Record:
+    short = {Encoding.FP32: "fp32", Encoding.BF16: "bf16"}[encoding]
     return Record(
-        f"state_fp32_{floats}",
-        f"{floats} fp32 partial sums of a compressor ({use})",
-        (_data("state", 4 * floats, Encoding.FP32),),
+        f"state_{short}_{values}",
+        f"{values} {short} partial sums of a compressor ({use})",
+        (_data("state", encoding.element_bytes * values, encoding),),
         _INTERLEAVED,
         ScaleRule.NONE,
         "vLLM 0.33.0 models/deepseek_v4/compressor.py; SGLang 0.5.23 mem_cache/deepseek_v4_compress_state.py",
@@ -433,7 +434,11 @@ _ALL = (
     ),
     _state(512, "C4 indexer"),
     _state(1024, "C128, C2"),
+    _state(1536, "C128 online: maximum, sum, key"),
     _state(2048, "C4"),
+    _state(512, "C4 indexer", Encoding.BF16),
+    _state(1024, "C128", Encoding.BF16),
+    _state(2048, "C4", Encoding.BF16),
 )
 
 RECORDS: MappingProxyType[str, Record] = MappingProxyType({record.name: record for record in _ALL})

@@ -39,6 +39,7 @@ def built_pool(
     """
     with ExitStack() as stack:
         stack.enter_context(workarounds.published_arguments(**server_arguments(settings, options)))
+        stack.enter_context(workarounds.environment_variable("SGLANG_DSV4_COMPRESS_STATE_DTYPE", settings.state_dtype))
         if settings.swa_physical_rows != settings.swa_page_rows:
             stack.enter_context(workarounds.platform_sm120())
         if settings.kv_layout not in ("", "uniform_fp8"):

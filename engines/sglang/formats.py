@@ -45,9 +45,15 @@ INDEXER_FP8 = PageFormat("indexer_fp8")
 INDEXER_FP4 = PageFormat("indexer_fp4")
 
 
-def state_format(floats: int) -> PageFormat:
-    """Compressor state: one fp32 row per token of a ring (deepseek_v4_compress_state.py, CompressStatePool)."""
-    return PageFormat(f"state_fp32_{floats}", dtype="float32")
+def state_format(values: int, dtype: str = "float32") -> PageFormat:
+    """Compressor state: one row per token of a ring (deepseek_v4_compress_state.py, CompressStatePool).
+
+    Args:
+        values: Values of a row.
+        dtype: float32 or bfloat16 (SGLANG_DSV4_COMPRESS_STATE_DTYPE).
+    """
+    short = {"float32": "fp32", "bfloat16": "bf16"}.get(dtype, dtype)
+    return PageFormat(f"state_{short}_{values}", dtype=dtype)
 
 
 def compressed_layout(main: str, *, ratio: int, option: str) -> str:

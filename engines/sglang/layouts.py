@@ -173,14 +173,15 @@ def read_states(pool: Any) -> Iterator[LiveCache]:
 def _read_state(pool: Any, *, name: str = "state") -> Iterator[LiveCache]:
     """A compressor's rows as pages of one ring; the last row is a sentinel that no page of a request covers."""
     rows = pool.kv_score_buffer.kv_score
-    record = state_format(pool.last_dim).record
-    if str(rows.dtype) != "torch.float32" or record not in RECORDS:
-        raise EngineError(f"{name}: got {pool.last_dim} values of {rows.dtype}, expected a record such as {record}")
+    fmt = state_format(pool.last_dim, str(rows.dtype).removeprefix("torch."))
+    if fmt.record not in RECORDS:
+        known = sorted(record for record in RECORDS if record.startswith("state_"))
+        raise EngineError(f"{name}: got rows of {pool.last_dim} {fmt.dtype}, expected one of {known}")
     pages = pool._size // pool.ring_size
     layout = PageLayout.for_rows(
-        record,
+        fmt.record,
         page_rows=pool.ring_size,
-        dtype="float32",
+        dtype=fmt.dtype,
         num_pages=pages,
         reserved_pages=1,
         kind=PoolKind.TOKEN_GRANULAR,

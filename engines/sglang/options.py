@@ -37,6 +37,7 @@ OPTIONS = (
     EngineOption("swa-page-size", 0, "rows of a sliding-window page; 0: the page size"),
     EngineOption("sm120-direct-swa-kv", False, "SGLANG_OPT_SM120_DIRECT_SWA_KV: 64-row sliding-window pages on sm120"),
     EngineOption("enable-deepseek-v4-fp4-indexer", False, "C4 indexer keys in fp4"),
+    EngineOption("compress-state-dtype", "float32", "SGLANG_DSV4_COMPRESS_STATE_DTYPE", ("float32", "bfloat16")),
     EngineOption("deepgemm-sparse-logits", False, "128-row index pages for ratios 1 and 2 (DeepGEMM sparse logits)"),
     EngineOption("dsa-prefill-backend", "auto", "sparse attention in prefill", _DSA_BACKENDS),
     EngineOption("dsa-decode-backend", "auto", "sparse attention in decode", _DSA_BACKENDS),
@@ -67,6 +68,7 @@ class Settings:
         kv_layout: SGLang's KVLayout of the sliding-window cache.
         compressed_option: auto, fp8 or fp4.
         indexer_fp4: C4 indexer keys in fp4.
+        state_dtype: Dtype of C4 and C128 compressor state; C2 state is always float32.
         index_page_rows: Rows of an index page of ratios 1 and 2.
         classic_record: Record of classic MLA and DSA rows; empty for the V4 family.
         draft_tokens: Draft tokens of speculative decoding, 0 for none.
@@ -84,6 +86,7 @@ class Settings:
     kv_layout: str
     compressed_option: str
     indexer_fp4: bool
+    state_dtype: str
     index_page_rows: int
     classic_record: str
     draft_tokens: int
@@ -131,6 +134,7 @@ def resolve_settings(model: ModelConfig, options: Mapping[str, OptionValue]) -> 
         kv_layout=kv_layout,
         compressed_option=compressed,
         indexer_fp4=bool(options["enable-deepseek-v4-fp4-indexer"]),
+        state_dtype=str(options["compress-state-dtype"]),
         index_page_rows=128 if options["deepgemm-sparse-logits"] else 64,
         classic_record=classic_record,
         draft_tokens=int(options["speculative-num-draft-tokens"]),

@@ -112,7 +112,7 @@ def _plan_state(bank: Bank, model: ModelConfig, settings: Settings, sizes: PoolS
     for suffix, width in values.items():
         bank.plan(
             "compressor_state",
-            state_format(width * (4 if ratio == 4 else 2)),
+            state_format(width * (4 if ratio == 4 else 2), "float32" if ratio == 2 else settings.state_dtype),
             cache=f"c{ratio}{suffix}_state",
             layers=source_layers(model, ratio),
             group=SWA if ratio == 4 else REQUEST,

@@ -15,12 +15,9 @@ from dataclasses import dataclass
 from kvbridge.engine import EngineError
 from kvbridge.engines.sglang.formats import INDEXER_FP4, INDEXER_FP8, KV_LAYOUTS, compressed_layout
 from kvbridge.engines.sglang.options import Settings
-from kvbridge.layout import PageLayout
+from kvbridge.layout import DTYPE_BYTES, PageLayout
 from kvbridge.models import ModelConfig
 from kvbridge.records import get_record
-
-STATE_FLOAT_BYTES = 4
-"""SGLANG_DSV4_COMPRESS_STATE_DTYPE is float32 by default."""
 
 SWA_EVICTION_TOKENS = 128
 """SGLANG_SWA_EVICTION_INTERVAL."""
@@ -88,17 +85,18 @@ def fit_v4(model: ModelConfig, settings: Settings, budget_bytes: int) -> Fit:
     swa_token_bytes = _row_bytes(settings, 0) * model.num_layers
     if layers[4]:
         floats = 4 * model.head_dim + 4 * model.index_head_dim
-        swa_token_bytes += rings[4] / page * floats * STATE_FLOAT_BYTES * layers[4]
+        swa_token_bytes += rings[4] / page * (floats * DTYPE_BYTES[settings.state_dtype]) * layers[4]
     full_token_bytes = (settings.swa_ratio or 0) * swa_token_bytes
     full_token_bytes += sum(_full_token_bytes(model, settings, ratio) * count for ratio, count in layers.items())
     if settings.draft_tokens:  # room for the draft worker's own sliding-window layer
         inflation = (model.num_layers + 1) / model.num_layers
         full_token_bytes, swa_token_bytes = full_token_bytes * inflation, swa_token_bytes * inflation
     slots = settings.max_running_requests + 1
-    request_rows = sum(
-        state_rows(slots * rings[ratio], ring=rings[ratio], ratio=ratio) * layers[ratio] for ratio in (128, 2)
+    state_bytes = sum(
+        state_rows(slots * rings[ratio], ring=rings[ratio], ratio=ratio) * layers[ratio] * DTYPE_BYTES[dtype]
+        for ratio, dtype in ((128, settings.state_dtype), (2, "float32"))
     )
-    fixed_bytes = 2 * model.head_dim * STATE_FLOAT_BYTES * request_rows + (swa_cap or 0) * swa_token_bytes
+    fixed_bytes = 2 * model.head_dim * state_bytes + (swa_cap or 0) * swa_token_bytes
     available = max(budget_bytes - fixed_bytes, 0)
     full = int(available / full_token_bytes) // page * page
     while full > 0 and full * full_token_bytes + _low_ratio_padding(settings, layers, full, model) > available:

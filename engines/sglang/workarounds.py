@@ -1,11 +1,12 @@
 """Every trap of SGLang 0.5.23 that kvbridge steps around to build its pools without a GPU, in one place.
 
-published_arguments  pools read server arguments from a process-wide context; SGLang's own tests publish dummy ones
-platform_sm120       the direct sliding-window pages are chosen by the platform, which is a CPU here
-layout_without_gpu   select_dsv4_kv_layout asserts an SM100 GPU for the V4.1 layouts; the pools themselves do not
-sliding_window_page  the configurator passes its page on; only the pool class takes another sliding-window page
-fp4_without_gpu      is_float4_e2m1fn_x2 says no without CUDA, so fp4 rows would be built as a dtype that CPUs lack
-index_page           the index page of ratios 1 and 2 is fixed on import, by whether DeepGEMM is there
+environment_variable  settings that SGLang reads from its environment only
+published_arguments   pools read server arguments from a process-wide context; SGLang's own tests publish dummy ones
+platform_sm120        the direct sliding-window pages are chosen by the platform, which is a CPU here
+layout_without_gpu    select_dsv4_kv_layout asserts an SM100 GPU for the V4.1 layouts; the pools themselves do not
+sliding_window_page   the configurator passes its page on; only the pool class takes another sliding-window page
+fp4_without_gpu       is_float4_e2m1fn_x2 says no without CUDA, so fp4 rows would be built as a dtype that CPUs lack
+index_page            the index page of ratios 1 and 2 is fixed on import, by whether DeepGEMM is there
 
 Each is undone on leaving the `with` block. Looked at in SGLang 0.5.23: runtime_context.py (override_server_args,
 override_platform), mem_cache/deepseek_v4_memory_pool.py, mem_cache/kv_cache_configurator.py.
@@ -33,21 +34,26 @@ def published_arguments(**fields: Any) -> Iterator[None]:
 
 
 @contextmanager
-def platform_sm120() -> Iterator[None]:
-    """Makes SGLang believe in an SM120 GPU with direct sliding-window pages."""
-    from sglang.srt.runtime_context import override_platform
-
-    name = "SGLANG_OPT_SM120_DIRECT_SWA_KV"
+def environment_variable(name: str, value: str) -> Iterator[None]:
+    """Sets one of SGLang's own environment variables."""
     before = os.environ.get(name)
-    os.environ[name] = "1"
+    os.environ[name] = value
     try:
-        with override_platform(is_sm120=True):
-            yield
+        yield
     finally:
         if before is None:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+@contextmanager
+def platform_sm120() -> Iterator[None]:
+    """Makes SGLang believe in an SM120 GPU with direct sliding-window pages."""
+    from sglang.srt.runtime_context import override_platform
+
+    with environment_variable("SGLANG_OPT_SM120_DIRECT_SWA_KV", "1"), override_platform(is_sm120=True):
+        yield
 
 
 @contextmanager
