@@ -22,7 +22,6 @@ from kvbridge.inspect.sources import (
 )
 from kvbridge.inspect.terminal import Cell, Terminal, emit, printable
 from kvbridge.manifest import SCHEMA_VERSION, DeclaredManifest
-from kvbridge.placement import pool_labels
 from kvbridge.rules import Finding, Severity, failing, finding
 
 if TYPE_CHECKING:
@@ -167,7 +166,7 @@ def _waste_findings(manifest: SourceManifest, limit: Limit) -> Iterator[Finding]
     from fractions import Fraction
 
     share = Fraction(limit.waste_percent)
-    for entry, label in zip(manifest.pools, pool_labels(manifest.manifest), strict=True):
+    for label, entry in manifest.labelled().items():
         pool = entry.pool
         if pool is not None and 100 * pool.waste_bytes > share * pool.page_bytes:
             most = int(share * pool.page_bytes / 100)
@@ -195,9 +194,9 @@ def report_source(source: Source, arguments: Namespace, terminal: Terminal) -> E
     from kvbridge.rules import finding_of
 
     findings = [
-        finding_of(fault, pool=entry.declared.pool)
+        finding_of(fault, pool=label)
         for manifest in source.manifests
-        for entry in manifest.pools
+        for label, entry in manifest.labelled().items()
         for fault in entry.faults
     ]
     return report(findings, (), arguments, terminal, limit=Limit(), file=source_file(arguments))

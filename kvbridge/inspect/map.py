@@ -23,7 +23,6 @@ from kvbridge.inspect.sources import (
 from kvbridge.inspect.terminal import Terminal, emit, remark
 from kvbridge.inspect.waste import waste_cells, waste_header
 from kvbridge.manifest import Pool
-from kvbridge.placement import pool_labels
 
 SUMMARY = "Picture of a page to scale: data rows, scale rows, tail pad and foreign bytes, with offsets."
 EXAMPLES = (
@@ -49,10 +48,9 @@ def parse(tokens: list[str]) -> Namespace:
 def run(arguments: Namespace, terminal: Terminal) -> Exit:
     """Runs the command."""
     source = load_source(arguments)
-    pictured = [(manifest, tuple(_selected(manifest, arguments.pool))) for manifest in source.manifests]
+    pictured = [(manifest, _selected(manifest, arguments.pool)) for manifest in source.manifests]
     faults = [fault for manifest in source.manifests for entry in manifest.pools for fault in entry.faults]
-    pools = [pool for _, found in pictured for pool in found]
-    if not pools and not faults:
+    if not any(found for _, found in pictured) and not faults:
         raise UsageError(f"--pool: got {arguments.pool!r}, expected one of {', '.join(_names(source))}")
     if arguments.format == "svg":
         emit(_svg(pictured, source))
@@ -68,26 +66,29 @@ def run(arguments: Namespace, terminal: Terminal) -> Exit:
     return Exit.FINDINGS if faults else Exit.CLEAN
 
 
-def _selected(manifest: SourceManifest, wanted: str | None) -> Iterator[Pool]:
-    for entry, label in zip(manifest.pools, pool_labels(manifest.manifest), strict=True):
-        pool = entry.pool
-        if pool is not None and wanted in (None, label, pool.pool, f"{pool.pool}:{pool.record}"):
-            yield pool
+_Selection = dict[str, Pool]
+
+
+def _selected(manifest: SourceManifest, wanted: str | None) -> _Selection:
+    """Pools by label; all, or those that `--pool` names."""
+    return {
+        label: entry.pool
+        for label, entry in manifest.labelled().items()
+        if entry.pool is not None and wanted in (None, label, entry.pool.pool, f"{entry.pool.pool}:{entry.pool.record}")
+    }
 
 
 def _names(source: Source) -> list[str]:
-    labels = [label for manifest in source.manifests for label in pool_labels(manifest.manifest)]
-    return list(dict.fromkeys(labels))
+    return list(dict.fromkeys(label for manifest in source.manifests for label in manifest.labelled()))
 
 
-def _pictures(manifest: SourceManifest, pools: tuple[Pool, ...]) -> Iterator[Picture]:
+def _pictures(manifest: SourceManifest, pools: _Selection) -> Iterator[Picture]:
     neighbours = [entry.pool for entry in manifest.pools if entry.pool is not None]
-    for pool in pools:
-        name = f"{pool.pool}.{pool.plane}" if pool.plane else pool.pool
-        yield make_picture(pool, title=f"{manifest.title} \u00b7 {name}", neighbours=neighbours)
+    for label, pool in pools.items():
+        yield make_picture(pool, title=f"{manifest.title} \u00b7 {label}", neighbours=neighbours)
 
 
-def _svg(pictured: list[tuple[SourceManifest, tuple[Pool, ...]]], source: Source) -> str:
+def _svg(pictured: list[tuple[SourceManifest, _Selection]], source: Source) -> str:
     from kvbridge.inspect.picture_svg import render_svg
 
     pictures = [picture for manifest, pools in pictured for picture in _pictures(manifest, pools)]
@@ -100,7 +101,7 @@ def _svg(pictured: list[tuple[SourceManifest, tuple[Pool, ...]]], source: Source
     return render_svg(pictures[0])
 
 
-def _html(pictured: list[tuple[SourceManifest, tuple[Pool, ...]]]) -> str:
+def _html(pictured: list[tuple[SourceManifest, _Selection]]) -> str:
     from kvbridge.inspect.picture_html import Section, render_html
 
     return render_html(

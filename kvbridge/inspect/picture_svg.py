@@ -286,7 +286,8 @@ def _draw_table(drawing: _Drawing, strips: tuple[Strip, ...]) -> None:
     lengths = max(len(f"{key.length:,}") for key in keys)
     widths = [max(starts, len("first byte")), max(lengths, len("bytes")), len("100.0 %")]
     free = int((RIGHT - LEFT - 24) / (13 * CHARACTER)) - sum(widths) - 4 * 3
-    names = min(max(len(printable(key.name)) for key in keys), max(32, free - 30), free - 16)
+    longest = max(len(printable(key.name)) for key in keys)
+    names = min(max(longest, 34), max(34, free - 30), free - 16)
     ends = []
     position = LEFT + 24 + names * 13 * CHARACTER
     for width in widths:

@@ -152,20 +152,19 @@ def _memory(manifest: SourceManifest) -> Iterator[str]:
 
 def waste_table(manifest: SourceManifest, terminal: Terminal) -> str:
     """Waste of every pool and packed group of one manifest."""
-    pools = [entry.pool for entry in manifest.pools if entry.pool is not None]
+    pools = {label: entry.pool for label, entry in manifest.labelled().items() if entry.pool is not None}
     return terminal.table(waste_header(), waste_cells(pools), left=("waste of",))
 
 
 def _verdict(source: Source, terminal: Terminal) -> Iterator[str]:
     """Whether one kernel can read the MLA pools of every manifest in place."""
     from kvbridge.consumers import Verdict, fit_manifest
-    from kvbridge.placement import pool_labels
 
     names, refused = [], []
     for manifest in source.manifests:
         name = manifest.manifest.engine.name
-        labels = zip(pool_labels(manifest.manifest), manifest.pools, strict=True)
-        mla = {label for label, entry in labels if entry.pool and entry.pool.record and entry.pool.record_format.d_qk}
+        pools = manifest.labelled().items()
+        mla = {label for label, entry in pools if entry.pool and entry.pool.record and entry.pool.record_format.d_qk}
         found = [entry for entry in fit_manifest(manifest.manifest, ["kvbridge"]) if entry.pool in mla]
         good = [entry.pool for entry in found if entry.fit.verdict is Verdict.IN_PLACE]
         names.append(f"{name}: {', '.join(good) or 'none'}")

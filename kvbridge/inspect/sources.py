@@ -65,6 +65,12 @@ class SourceManifest:
     pools: tuple[PoolEntry, ...]
     document: Mapping[str, object]
 
+    def labelled(self) -> dict[str, PoolEntry]:
+        """Pools by a name that is unique in the manifest: `c4`, `swa@0` ..."""
+        from kvbridge.placement import pool_labels
+
+        return dict(zip(pool_labels(self.manifest), self.pools, strict=True))
+
     @property
     def title(self) -> str:
         """Engine, version, model and origin in one line."""

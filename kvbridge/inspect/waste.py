@@ -8,7 +8,7 @@ All figures are integers: pages for a million tokens are counted whole, and byte
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from kvbridge.inspect.terminal import Cell, percent
@@ -26,7 +26,7 @@ class Waste:
     """Unused bytes of one pool, or of one group's blocks.
 
     Attributes:
-        name: Pool, or `group NAME`.
+        name: Pool's label, or `group NAME`.
         unit_bytes: Bytes of one page, or one block.
         wasted_bytes: Bytes of it that hold nothing.
         layers: Layers with such a page; 1 for a block.
@@ -46,12 +46,12 @@ def is_bounded(pool: Pool) -> bool:
     return any(word in pool.pool for word in _BOUNDED_POOLS)
 
 
-def pool_waste(pool: Pool) -> Waste:
+def pool_waste(pool: Pool, label: str) -> Waste:
     """Tail pad of one pool."""
     layers = len(pool.layers) or 1
     pages = -(-MILLION_TOKENS // pool.page_tokens)
     per_million = None if is_bounded(pool) else pages * pool.waste_bytes * layers
-    return Waste(pool.pool, pool.page_bytes, pool.waste_bytes, layers, per_million)
+    return Waste(label, pool.page_bytes, pool.waste_bytes, layers, per_million)
 
 
 def group_waste(pools: Iterable[Pool]) -> Iterator[Waste]:
@@ -81,13 +81,18 @@ def waste_header() -> tuple[str, ...]:
     return ("waste of", "page or block", "unused", "share", "layers", "unused, 1M tokens")
 
 
-def waste_cells(pools: Sequence[Pool]) -> list[tuple[Cell, ...]]:
-    """Rows of a table of waste: every pool with bytes, then every packed group."""
-    owners = [pool for pool in pools if pool.payload_bytes]
+def waste_cells(pools: Mapping[str, Pool]) -> list[tuple[Cell, ...]]:
+    """Rows of a table of waste: every pool with bytes, then every packed group.
+
+    Args:
+        pools: Pools by label.
+    """
+    owners = {label: pool for label, pool in pools.items() if pool.payload_bytes}
+    entries = [pool_waste(pool, label) for label, pool in owners.items()]
     return [
         (
             *(waste.name, waste.unit_bytes, waste.wasted_bytes, percent(waste.wasted_bytes, waste.unit_bytes)),
             *(waste.layers, waste.million_tokens_bytes),
         )
-        for waste in (*map(pool_waste, owners), *group_waste(owners))
+        for waste in (*entries, *group_waste(owners.values()))
     ]

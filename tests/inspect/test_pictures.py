@@ -96,9 +96,9 @@ def _check_regions(page: Pool, rectangles: list[Rectangle]) -> None:
                 assert by_row[region.name, row] == (start, region.row_bytes)
         else:
             last = region.offset + (region.rows - 1) * region.row_stride + region.row_bytes
-            assert [
-                entry for entry in drawn if entry.offset <= region.offset and last <= entry.offset + entry.bytes
-            ], region
+            assert [entry for entry in drawn if entry.offset <= region.offset and last <= entry.offset + entry.bytes], (
+                region
+            )
     if not by_row:
         starts = [region.offset for region in page.regions if region.block == "scales"]
         scales = [entry.offset for entry in drawn if entry.role == Role.SCALES]
@@ -128,14 +128,11 @@ def _check_texts(svg: str) -> None:
     boxes = list(_boxes(svg))
     height = float(ET.fromstring(svg).attrib["height"])
     for box in boxes:
-        assert 0 <= box.left and box.right <= WIDTH and 0 <= box.top and box.bottom <= height, box
+        assert box.left >= 0 and box.right <= WIDTH and box.top >= 0 and box.bottom <= height, box
     for index, box in enumerate(boxes):
         for other in boxes[:index]:
             apart = (
-                box.right <= other.left
-                or other.right <= box.left
-                or box.bottom <= other.top
-                or other.bottom <= box.top
+                box.right <= other.left or other.right <= box.left or box.bottom <= other.top or other.bottom <= box.top
             )
             assert apart, (box, other)
 
@@ -155,9 +152,7 @@ def test_packed_vllm_slab() -> None:
     block = [entry for entry in rectangles if entry.strip == "block"]
     assert {entry.strip_bytes for entry in block} == {1_002_240}
     assert [(entry.offset, entry.bytes) for entry in block if entry.role == Role.SELF] == [(181_440, 37_440)]
-    expected = sorted(
-        (layer.offset_bytes, entry.page_bytes) for entry in (indexer, c4, c128) for layer in entry.layers
-    )
+    expected = sorted((layer.offset_bytes, entry.page_bytes) for entry in (indexer, c4, c128) for layer in entry.layers)
     assert [(entry.offset, entry.bytes) for entry in block] == expected
     assert sum(entry.bytes for entry in block) == 1_002_240
 
