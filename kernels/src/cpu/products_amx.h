@@ -14,6 +14,7 @@
 namespace {
 
 constexpr int32_t BLOCK_ROWS = 256;
+constexpr int64_t KEY_CHUNK = (BLOCK_ROWS + 16) * 32;     // not a multiple of 4 KiB: a tile column must not fall into few cache sets
 constexpr int32_t ROW_STEP = 32;
 constexpr int32_t EXTRA_WEIGHTS = 2;
 constexpr int32_t FEW_HEADS = 0;
@@ -92,11 +93,11 @@ inline void score_block(const Buffers& b, int32_t rows, int32_t depth, int32_t p
       if (h + 16 < padded) {
         _tile_zero(1);
         _tile_zero(3);
-        multiply_tiles(keys, keys + TILE, queries, queries + 16 * static_cast<int64_t>(depth), depth / 32, BLOCK_ROWS * 32, TILE);
+        multiply_tiles(keys, keys + TILE, queries, queries + 16 * static_cast<int64_t>(depth), depth / 32, KEY_CHUNK, TILE);
         _tile_stored(1, to + 16, line);
         _tile_stored(3, to + 16 * padded + 16, line);
       } else {
-        multiply_column(keys, keys + TILE, queries, depth / 32, BLOCK_ROWS * 32, TILE);
+        multiply_column(keys, keys + TILE, queries, depth / 32, KEY_CHUNK, TILE);
       }
       _tile_stored(0, to, line);
       _tile_stored(2, to + 16 * padded, line);

@@ -6,6 +6,7 @@
 namespace {
 
 constexpr int32_t BLOCK_ROWS = 96;
+constexpr int64_t KEY_CHUNK = BLOCK_ROWS * 32;
 constexpr int32_t ROW_STEP = 4;
 constexpr int32_t EXTRA_WEIGHTS = 1;
 constexpr int32_t FEW_HEADS = 8;
@@ -32,7 +33,7 @@ inline void score_tile(const bf16* keys, const bf16* queries, int32_t depth, flo
   __m512 sum[rows][vectors];
   for (int r = 0; r < rows; r++)
     for (int v = 0; v < vectors; v++) sum[r][v] = _mm512_setzero_ps();
-  for (int32_t d = 0; d < depth; d += 32, keys += BLOCK_ROWS * 32, queries += 16 * 32) {
+  for (int32_t d = 0; d < depth; d += 32, keys += KEY_CHUNK, queries += 16 * 32) {
 #pragma GCC unroll 1
     for (int j = 0; j < 16; j++) {
       __m512bh q[vectors];
@@ -81,7 +82,7 @@ inline void score_strip(const Buffers& b, int32_t count, int32_t depth, int32_t 
 inline void score_few(const bf16* keys, const bf16* queries, int32_t depth, float* scores) {
   __m512 sum[16];
   for (int i = 0; i < 16; i++) sum[i] = _mm512_setzero_ps();
-  for (int32_t d = 0; d < depth; d += 32, keys += BLOCK_ROWS * 32, queries += 8 * 32)
+  for (int32_t d = 0; d < depth; d += 32, keys += KEY_CHUNK, queries += 8 * 32)
     for (int h = 0; h < 8; h++) {
       const __m512bh q = line_of(queries + h * 32);
       sum[h] = _mm512_dpbf16_ps(sum[h], q, line_of(keys));
