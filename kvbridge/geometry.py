@@ -148,16 +148,10 @@ def check_geometry(tensor: TensorShape, layout: PageLayout) -> Geometry:
         num_pages, stride = _paged(tensor, layout, element_bytes)
     if layout.num_pages is not None and num_pages != layout.num_pages:
         raise PageCountError("num_pages", got=num_pages, expected=layout.num_pages)
+    if num_pages < layout.reserved_pages:
+        raise PageCountError("num_pages", got=num_pages, expected=f"at least {layout.reserved_pages} (reserved_pages)")
     _check_alignment(tensor, layout)
-    if num_pages and tensor.storage_bytes is not None:
-        needed = tensor.offset_bytes + layout.span_bytes(num_pages)
-        if needed > tensor.storage_bytes:
-            raise StorageOverrunError(
-                "storage_bytes",
-                got=tensor.storage_bytes,
-                expected=f"at least {needed}",
-                detail=f"needed {needed}, available {tensor.storage_bytes}, excess {needed - tensor.storage_bytes}",
-            )
+    _check_storage(tensor, layout, num_pages)
     return Geometry(num_pages, layout.payload_bytes, stride, tensor.offset_bytes, element_bytes)
 
 
@@ -267,6 +261,24 @@ def _token_granular(tensor: TensorShape, layout: PageLayout, element_bytes: int)
     if slots > 1 and tensor.stride_bytes[0] != layout.row_bytes:
         raise DensityError("tensor.stride(0)", got=tensor.stride_bytes[0], expected=layout.row_bytes)
     return slots // layout.page_rows, layout.page_stride_bytes
+
+
+def _check_storage(tensor: TensorShape, layout: PageLayout, num_pages: int) -> None:
+    if tensor.offset_bytes < 0:
+        raise StorageOverrunError("offset_bytes", got=tensor.offset_bytes, expected="at least 0")
+    if not num_pages or tensor.storage_bytes is None:
+        return
+    steps = zip(tensor.shape, tensor.stride_bytes, strict=True)
+    own = sum((size - 1) * stride for size, stride in steps) + DTYPE_BYTES[tensor.dtype]
+    # A tensor as wide as the page spans its tail pad too, and must own it.
+    needed = tensor.offset_bytes + max(layout.span_bytes(num_pages), own)
+    if needed > tensor.storage_bytes:
+        raise StorageOverrunError(
+            "storage_bytes",
+            got=tensor.storage_bytes,
+            expected=f"at least {needed}",
+            detail=f"needed {needed}, available {tensor.storage_bytes}, excess {needed - tensor.storage_bytes}",
+        )
 
 
 def _check_alignment(tensor: TensorShape, layout: PageLayout) -> None:

@@ -314,6 +314,13 @@ def violations(layout: DeclaredLayout) -> Iterator[LayoutError]:
     elif layout.payload_bytes <= 0 and not counts:
         yield KindError("payload_bytes", got=layout.payload_bytes, expected="at least 1 for a pool with bytes")
     yield from _padding_violations(layout)
+    if layout.kind is PoolKind.TOKEN_GRANULAR and layout.page_stride_bytes > layout.payload_bytes:
+        yield PageStrideError(
+            "page_stride_bytes",
+            got=layout.page_stride_bytes,
+            expected=layout.payload_bytes,
+            detail="slots of a token-granular pool lie one behind the other",
+        )
     if record is not None:
         yield from _dtype_violations(layout, record)
 
@@ -325,7 +332,7 @@ def _count_violations(layout: DeclaredLayout) -> Iterator[LayoutError]:
         yield TokensPerRowError("tokens_per_row", got=layout.tokens_per_row, expected="at least 1")
     if layout.num_pages is not None and layout.num_pages < 0:
         yield PageCountError("num_pages", got=layout.num_pages, expected="at least 0")
-    elif layout.reserved_pages < 0 or layout.reserved_pages > (layout.num_pages or layout.reserved_pages):
+    elif layout.reserved_pages < 0 or (layout.num_pages is not None and layout.reserved_pages > layout.num_pages):
         yield PageCountError(
             "reserved_pages", got=layout.reserved_pages, expected=f"0 .. {layout.num_pages} (num_pages)"
         )

@@ -58,6 +58,8 @@ class Placement:
         if self.layout.kind is PoolKind.INDEX_ONLY:
             raise KindError("kind", got="index_only", expected="a pool with bytes", detail=self.name)
         end = self.start + self.layout.span_bytes(self.num_pages)
+        if not self.num_pages:
+            return
         if self.start < self.storage_start or (self.storage_end is not None and end > self.storage_end):
             raise SpanError(
                 "pages",
