@@ -26,7 +26,7 @@ from kvbridge.inspect.options import (
 )
 from kvbridge.inspect.reading import read_object
 from kvbridge.inspect.terminal import printable
-from kvbridge.manifest import DeclaredManifest, DeclaredPool, Manifest, Pool, validate_document
+from kvbridge.manifest import SCHEMA_VERSION, DeclaredManifest, DeclaredPool, Manifest, Pool, validate_document
 from kvbridge.models import ModelConfig, load_model, model_names
 
 DEFAULT_MODEL = "deepseek-v4-flash"
@@ -197,6 +197,8 @@ def read_manifests(data: Mapping[str, object]) -> tuple[SourceManifest, ...]:
     Raises:
         ManifestError: Off schema, or without a manifest.
     """
+    if data.get("schema_version") is True:  # equal to 1 in Python, not in JSON
+        raise ManifestError(f"schema_version: got true, expected {SCHEMA_VERSION}")
     declared = validate_document(data)
     if not declared:
         raise ManifestError("manifests: got an empty list, expected at least one manifest")
