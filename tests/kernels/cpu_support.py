@@ -175,3 +175,39 @@ def assert_close(out: torch.Tensor, want: torch.Tensor) -> None:
     assert whole <= 2.5e-3, f"relative RMS {whole:.2e} of the tensor"
     single = (error.pow(2).mean(-1).sqrt() / rms.clamp_min(1e-300)).nan_to_num(0)
     assert single.max() <= 4.5e-3, f"relative RMS {single.max():.2e} of one (query, head)"
+
+
+def decode(
+    library: cpu.Library,
+    path: cpu.Path,
+    q: torch.Tensor,
+    caches: list[tuple[Cache, torch.Tensor, torch.Tensor | None]],
+    *,
+    scale: float | None = None,
+    sink: torch.Tensor | None = None,
+    threads: int = 1,
+    flags: cpu.Flag = cpu.Flag.OWN_THREADS,
+    workspace: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Runs one call into fresh outputs filled with NaN: (out, lse)."""
+    queries, heads, d_qk = q.shape
+    out = torch.full((queries, heads, 512), math.nan, dtype=dtype)
+    lse = torch.full((queries, heads), math.nan)
+    space = None
+    if workspace:
+        space = torch.full((library.workspace_bytes(heads=heads, threads=threads),), 0xFF, dtype=torch.uint8)
+    cpu.bind(
+        library=library,
+        q=q,
+        caches=[cache.arguments(slots, lengths) for cache, slots, lengths in caches],
+        out=out,
+        lse=lse,
+        scale=d_qk**-0.5 if scale is None else scale,
+        sink=sink,
+        threads=threads,
+        path=path,
+        flags=flags,
+        workspace=space,
+    ).run()
+    return out, lse
