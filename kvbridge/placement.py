@@ -39,6 +39,11 @@ def pool_labels(manifest: AnyManifest) -> tuple[str, ...]:
         for label, pool in zip(labels, pools, strict=True)
     ]
     counts = Counter(labels)
+    labels = [
+        f"{label}/{pool.record}" if counts[label] > 1 and pool.record else label
+        for label, pool in zip(labels, pools, strict=True)
+    ]
+    counts = Counter(labels)
     return tuple(f"{label}#{place}" if counts[label] > 1 else label for place, label in enumerate(labels))
 
 
@@ -140,7 +145,7 @@ class _Placed:
 
 
 def sharing_findings(manifest: AnyManifest) -> Iterator[Finding]:
-    """Layers over the same bytes: an error, or a warning for tail pads, inside a group; one note for two groups."""
+    """Layers over the same bytes: inside a group an error, or a warning for tail pads; for groups one note a storage."""
     storages: dict[str, list[_Placed]] = defaultdict(list)
     for pool, label in zip(pools_of(manifest), pool_labels(manifest), strict=True):
         for place, layer in enumerate(pool.layers):
@@ -167,26 +172,27 @@ def _placed(pool: AnyPool, label: str, place: int, layer: LayerPlacement) -> _Pl
 
 
 def _storage_sharing(storage: str, layers: Sequence[_Placed]) -> Iterator[Finding]:
-    told: set[object] = set()
+    told: set[tuple[str, str]] = set()
+    aliases: dict[str, None] = {}
+    example = ""
     for one, other, page, other_page in overlapping_pairs([layer.page for layer in layers]):
         first, second = layers[one], layers[other]
         if first.group != second.group:
-            groups = tuple(sorted((str(first.group), str(second.group))))
-            if groups not in told:
-                told.add(groups)
-                yield finding(
-                    "group-alias",
-                    "group",
-                    got=f"groups {groups[0]} and {groups[1]}",
-                    expected="ownership by block id",
-                    detail=f"storage {storage}: {first.name} page {page}, {second.name} page {other_page}",
-                    pool=first.label,
-                )
+            aliases |= dict.fromkeys((str(first.group), str(second.group)))
+            example = example or f"{first.name} page {page}, {second.name} page {other_page}"
             continue
         if (second.label, second.field) in told:  # one finding a layer
             continue
         told.add((second.label, second.field))
         yield _shared_in_group(storage, first, second, (page, other_page))
+    if aliases:
+        yield finding(
+            "group-alias",
+            "group",
+            got=f"groups {', '.join(sorted(aliases))} over the same bytes",
+            expected="ownership by block id",
+            detail=f"storage {storage}: {example}",
+        )
 
 
 def _shared_in_group(storage: str, first: _Placed, second: _Placed, tail_hit: tuple[int, int]) -> Finding:
