@@ -10,6 +10,7 @@ Pure numbers: the same checks serve a live tensor and one that was only declared
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import gcd, prod
 from typing import TYPE_CHECKING
 
@@ -55,7 +56,7 @@ class TensorShape:
     address: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Geometry:
     """The pages of a tensor that fits its layout.
 
@@ -64,14 +65,24 @@ class Geometry:
         payload_bytes: Bytes of each.
         page_stride_bytes: Bytes between two.
         offset_bytes: First page's start, from the start of the storage.
-        element_bytes: Element size of the tensor.
+        dtype: Torch's name of the tensor's dtype.
     """
 
     num_pages: int
     payload_bytes: int
     page_stride_bytes: int
     offset_bytes: int
-    element_bytes: int
+    dtype: str
+
+    @cached_property
+    def _elements(self) -> tuple[tuple[int, int], tuple[int, int], int]:
+        """Size, stride and offset of the pages in elements of the tensor."""
+        size = DTYPE_BYTES[self.dtype]
+        return (
+            (self.num_pages, self.payload_bytes // size),
+            (self.page_stride_bytes // size, 1),
+            self.offset_bytes // size,
+        )
 
     def normalise(self, tensor: torch.Tensor) -> torch.Tensor:
         """Gives uint8 `[num_pages, payload_bytes]` on the tensor's storage; no copy, no check.
@@ -79,13 +90,13 @@ class Geometry:
         Args:
             tensor: A tensor of the shape, stride and dtype this geometry was made from.
         """
+        size, stride, offset = self._elements
+        pages = tensor.as_strided(size, stride, offset)
+        if self.dtype == "uint8":
+            return pages
         import torch
 
-        size = self.element_bytes
-        pages = tensor.as_strided(
-            (self.num_pages, self.payload_bytes // size), (self.page_stride_bytes // size, 1), self.offset_bytes // size
-        )
-        return pages if pages.dtype is torch.uint8 else pages.view(torch.uint8)
+        return pages.view(torch.uint8)
 
 
 def tensor_geometry(tensor: torch.Tensor, layout: PageLayout) -> Geometry:
@@ -152,7 +163,7 @@ def check_geometry(tensor: TensorShape, layout: PageLayout) -> Geometry:
         raise PageCountError("num_pages", got=num_pages, expected=f"at least {layout.reserved_pages} (reserved_pages)")
     _check_alignment(tensor, layout)
     _check_storage(tensor, layout, num_pages)
-    return Geometry(num_pages, layout.payload_bytes, stride, tensor.offset_bytes, element_bytes)
+    return Geometry(num_pages, layout.payload_bytes, stride, tensor.offset_bytes, tensor.dtype)
 
 
 def _element_bytes(tensor: TensorShape, layout: PageLayout) -> int:

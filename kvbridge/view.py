@@ -13,7 +13,6 @@ address, the page stride and the layout decide. A view knows the memory it was m
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -34,15 +33,14 @@ class Liveness(StrEnum):
     FREED = "freed"  # the storage is empty
 
 
-@dataclass(slots=True)
-class _Memo:
-    """One remembered binding. Both references are weak: the memo never keeps memory alive."""
-
-    tensor: weakref.ref[torch.Tensor]
-    view: weakref.ref[PageView]
+_memo: dict[tuple[int, int], weakref.ref[PageView]] = {}
+"""Bindings by the identities of tensor and layout. The references are weak: the memo never keeps memory alive."""
 
 
-_memo: dict[tuple[int, int], _Memo] = {}
+def _nothing() -> None:
+    """A reference to no view."""
+
+
 _geometries: dict[tuple[Any, ...], tuple[PageLayout, Geometry]] = {}
 _MOST_GEOMETRIES = 4096
 
@@ -65,7 +63,9 @@ class PageView:
         "__weakref__",
         "_storage",
         "_storage_address",
+        "_strides",
         "_tensor",
+        "_values",
         "base_address",
         "layout",
         "num_pages",
@@ -85,6 +85,8 @@ class PageView:
     _storage: torch.UntypedStorage
     _storage_address: int
     _tensor: weakref.ref[torch.Tensor]
+    _strides: tuple[int, ...]
+    _values: int
 
     @classmethod
     def from_tensor(cls, tensor: torch.Tensor, layout: PageLayout) -> PageView:
@@ -105,16 +107,17 @@ class PageView:
             LayoutError: A subclass that names the field, the value got and the value expected: rank, record width, page
                 rows, page stride, overlap, density, dtype, alignment, page count or storage overrun.
         """
-        memo = _memo.get((id(tensor), id(layout)))
-        if memo is not None:
-            view = memo.view()
-            if (
-                view is not None
-                and memo.tensor() is tensor
-                and view.layout is layout
-                and view.base_address == tensor.data_ptr()
-            ):
-                return view
+        view = _memo.get((id(tensor), id(layout)), _nothing)()
+        if (
+            # Both identities still mean the same objects: the view holds its layout, and a tensor that dies takes its
+            # entry along before its identity can be used again. It may have been moved, reshaped or resized in place.
+            view is not None
+            and view.base_address == tensor.data_ptr()
+            and view._strides == tensor.stride()
+            and view._values == tensor.numel()
+            and view.storage_bytes == view._storage.nbytes()
+        ):
+            return view
         return _bind(tensor, layout)
 
     @property
@@ -235,37 +238,31 @@ class PageView:
 
 
 def _bind(tensor: torch.Tensor, layout: PageLayout) -> PageView:
-    storage = tensor.untyped_storage()
-    storage_bytes = storage.nbytes()
-    key = (
-        id(layout),
-        tensor.shape,
-        tensor.stride(),
-        tensor.storage_offset(),
-        tensor.dtype,
-        storage_bytes,
-        tensor.data_ptr() & 15,
-    )
-    known = _geometries.get(key)
-    if known is None:
-        geometry = tensor_geometry(tensor, layout)
-        if len(_geometries) >= _MOST_GEOMETRIES:
-            _geometries.clear()
-        # Holding the layout keeps its id from being reused; a layout is a few hundred bytes and owns no cache memory.
-        _geometries[key] = (layout, geometry)
-    else:
-        geometry = known[1]
     view = PageView()
+    view._storage = storage = tensor.untyped_storage()
+    view.storage_bytes = storage.nbytes()
+    view.base_address = address = tensor.data_ptr()
+    view._strides = strides = tensor.stride()
+    key = (id(layout), tensor.shape, strides, tensor.storage_offset(), tensor.dtype, view.storage_bytes, address & 15)
+    known = _geometries.get(key)
+    geometry = known[1] if known is not None else _check(key, tensor, layout)
     view.layout = layout
     view.num_pages = geometry.num_pages
     view.page_stride_bytes = geometry.page_stride_bytes
     view.offset_bytes = geometry.offset_bytes
-    view.storage_bytes = storage_bytes
-    view.base_address = tensor.data_ptr()
     view.pages = geometry.normalise(tensor)
-    view._storage = storage
     view._storage_address = storage.data_ptr()
+    view._values = tensor.numel()
     memo_key = (id(tensor), id(layout))
     view._tensor = weakref.ref(tensor, lambda _: _memo.pop(memo_key, None))
-    _memo[memo_key] = _Memo(view._tensor, weakref.ref(view))
+    _memo[memo_key] = weakref.ref(view)
     return view
+
+
+def _check(key: tuple[Any, ...], tensor: torch.Tensor, layout: PageLayout) -> Geometry:
+    geometry = tensor_geometry(tensor, layout)
+    if len(_geometries) >= _MOST_GEOMETRIES:
+        _geometries.clear()
+    # Holding the layout keeps its id from being reused; a layout is a few hundred bytes and owns no cache memory.
+    _geometries[key] = (layout, geometry)
+    return geometry
