@@ -1,4 +1,4 @@
-"""The audits' own rules as data, and how to mend each fault.
+"""The audits' own rules as data: what no single layout can break.
 
 code               severity  field            what is compared
 group-overlap      error     layers[i]        the bytes of two layers that share one block table
@@ -11,34 +11,6 @@ from __future__ import annotations
 from kvbridge.rules import Rule, Severity
 
 _ERROR, _WARNING, _NOTE = Severity.ERROR, Severity.WARNING, Severity.NOTE
-
-FIXES = {
-    "layout": "Change the declaration, or the allocation, to the value expected.",
-    "record-missing": "Name the record; the dtype name and the row width do not decide it.",
-    "record-unknown": "Use a record name that `show` prints, or define the record in records.py with its source.",
-    "record-width": "Declare the record that the rows really hold, or allocate rows of that record's bytes.",
-    "plane": "Name the plane of a record spread over several tensors; leave it out for all others.",
-    "page-rows": "Declare the rows that one page of the tensor holds (not the tokens of a server-level page).",
-    "page-split": "Declare the page as it was written, or copy it row by row into pages of the other size.",
-    "tokens-per-row": "Declare how many tokens one row stands for: 1, 2, 4 or 128.",
-    "payload": "Declare page_rows times the record's bytes.",
-    "stride-overlap": "Allocate pages at least payload_bytes apart.",
-    "page-stride": "Declare the tensor's own stride(0), in bytes; never the copy size.",
-    "padding-policy": "Declare what the engine declares: exact, aligned with its alignment, or packed.",
-    "page-not-dense": "Pass the allocator's view; only the page axis may be strided.",
-    "storage-overrun": "Expose payload_bytes of each page, not the whole stride; or allocate the missing bytes.",
-    "base-alignment": "Start the pages at a multiple of the widest element.",
-    "dtype": "Pass the bytes as uint8 or another one-byte dtype.",
-    "rank": "Pass [pages, bytes], [pages, rows, row] or one of those with a head axis of size 1.",
-    "axes-ambiguous": "Name the axes: pages, heads, rows, row (or B, H, N, C).",
-    "page-count": "Declare the pages that the tensor has.",
-    "kind": "Declare index_only with 0 bytes, or the pool's real bytes.",
-    "derived-mismatch": "Leave derived figures out, or write what follows from the other fields.",
-    "bound-view": "Pass the view that the allocator made, as KV connectors receive it.",
-    "view-stale": "Bind the tensor again after the memory was moved.",
-    "slot-bounds": "Send slots below num_pages times page_rows, and -1 for none.",
-    "span": "Touch payload_bytes of each page; clear a whole block only for blocks that the group owns.",
-}
 
 
 def _catalogue(*rows: tuple[str, Severity, str, str, str, str]) -> dict[str, Rule]:

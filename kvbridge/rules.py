@@ -202,7 +202,7 @@ def _own_rules() -> dict[str, Rule]:
 
 
 def _error_rules() -> Iterator[Rule]:
-    from kvbridge.rule_data import FIXES
+    from kvbridge.error_advice import ADVICE
 
     classes: list[type[LayoutError]] = [LayoutError]
     while classes:
@@ -210,15 +210,9 @@ def _error_rules() -> Iterator[Rule]:
         classes.extend(error.__subclasses__())
         if "code" not in error.__dict__:
             continue
-        title, _, rest = (error.__doc__ or error.code).strip().partition("\n")
-        yield Rule(
-            code=error.code,
-            severity=Severity.ERROR,
-            title=title.rstrip("."),
-            explanation=" ".join(rest.split("Attributes:")[0].split()) or title,
-            consequence=error.consequence,
-            fix=FIXES.get(error.code, "Change the declaration, or the allocation, to the value expected."),
-        )
+        title = (error.__doc__ or error.code).strip().partition("\n")[0].rstrip(".")
+        explanation, fix = ADVICE.get(error.code, (f"{title}.", "Change it to the value expected."))
+        yield Rule(error.code, Severity.ERROR, title, explanation, error.consequence, fix)
 
 
 def _json_value(value: object) -> JSONValue:
