@@ -147,9 +147,7 @@ def test_github_annotations_escape() -> None:
     entry = finding("waste", "f", got="100%\r\n::error::x", expected="a,b:c", pool="p,q:r%")
     (line,) = render_github([entry], source="a,b:c%.json").splitlines()
     head, message = line[2:].split("::", 1)
-    assert head == f"{'warning' if entry.severity is Severity.WARNING else head.split(' ')[0]} " + (
-        "title=waste,file=a%2Cb%3Ac%25.json"
-    )
+    assert head == "warning title=waste,file=a%2Cb%3Ac%25.json"
     assert "\r" not in message
     assert "%25" in message
     assert github_data("50%\n") == "50%25%0A"
