@@ -13,10 +13,9 @@ struct CacheArguments {
   long long page_stride_bytes;
   long long capacity;  // num_pages * page_rows: a slot at or beyond it is dead
   long long scales_offset_bytes;
-  const void* slots;         // [rows, width]
-  const void* lengths;       // [rows], or null: all of width
-  const void* row_of_query;  // [queries], or null: row = query
-  long long slots_stride;    // elements
+  const void* slots;    // [rows, width]
+  const void* lengths;  // [rows], or null: all of width
+  long long slots_stride, lengths_stride;  // elements
   int page_rows;
   int row_stride_bytes;
   int data_bytes;
@@ -27,8 +26,9 @@ struct CacheArguments {
   int piece_bytes;  // 16, or 8 where a base or stride is 8 modulo 16
   int slots_are_64_bit;
   int lengths_are_64_bit;
-  int rows_are_64_bit;
-  int reserved;
+  int slots_per_sequence;    // rows of slots are sequences, not queries
+  int lengths_per_sequence;  // likewise
+  int sequences;             // rows of what is per sequence; a query of no such sequence has no live slot
 };
 
 enum DecodeFlags {
@@ -47,6 +47,7 @@ struct DecodeArguments {
   void* out;                // bf16 or fp32 [queries, heads, 512]
   float* lse;               // fp32 [queries, heads], or null
   const float* sink;        // fp32 [heads], natural log, or null
+  const void* sequence_of_query;  // [queries], or null
   float* partial_out;       // fp32 [queries, head tiles, splits, tile heads, 512]
   float* partial_state;     // fp32 [queries, head tiles, splits, tile heads, 3]: maximum, rounded sum, exact sum
   unsigned* counters;       // [queries, head tiles], zero before the first launch; wrap to zero by themselves
@@ -58,5 +59,6 @@ struct DecodeArguments {
   int heads;
   int caches;
   int splits;
+  int sequences_are_64_bit;
   int flags;
 };

@@ -82,9 +82,9 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const DecodeArguments 
     shared.rounded_sum[head] = shared.exact_sum[head] = 0;
   }
   // Three scalars, not an array: indexed registers would live on the stack.
-  const int positions0 = live_positions(call.cache[0], query);
-  const int positions1 = call.caches > 1 ? live_positions(call.cache[1], query) : 0;
-  const int positions2 = call.caches > 2 ? live_positions(call.cache[2], query) : 0;
+  const int positions0 = live_positions(call, call.cache[0], query);
+  const int positions1 = call.caches > 1 ? live_positions(call, call.cache[1], query) : 0;
+  const int positions2 = call.caches > 2 ? live_positions(call, call.cache[2], query) : 0;
   const auto source_of = [&](int tile) { return tile_source<Tokens>(positions0, positions1, positions2, tile); };
   const int tiles = (positions0 + Tokens - 1) / Tokens + (positions1 + Tokens - 1) / Tokens + (positions2 + Tokens - 1) / Tokens;
   const int first = static_cast<int>(static_cast<long long>(tiles) * split / call.splits);
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const DecodeArguments 
   auto locate = [&](int tile) {
     if (tile >= last) return;
     const TileSource source = source_of(tile);
-    locate_rows<Tokens>(shared, call.cache[source.cache], source, query, tile % (Stages + 1));
+    locate_rows<Tokens>(shared, call, source, query, tile % (Stages + 1));
   };
   auto issue = [&](int tile) {
     if (tile < last) {

@@ -22,14 +22,16 @@ KVB_DEVICE float output_factor(const HeadState& state, float sink) {
   return own / (state.rounded_sum * own + (sink == negative_infinity() ? 0 : exp2_approximate(sink_log2 - top)));
 }
 
+// Natural or base 2. An empty query gives -inf, or the sink where that is inside, or +inf where that mark was asked for.
 KVB_DEVICE float log_sum(const HeadState& state, float sink, int flags) {
-  if (state.highest == negative_infinity() && state.exact_sum == 0)
-    return flags & kLseEmptyPositive ? as_float(0x7f800000u) : negative_infinity();
-  float result = state.highest + log2_of(state.exact_sum);
+  const bool empty = state.highest == negative_infinity() && state.exact_sum == 0;
+  if (empty && (flags & kLseEmptyPositive)) return as_float(0x7f800000u);
+  float result = empty ? negative_infinity() : state.highest + log2_of(state.exact_sum);
   if ((flags & kLseWithSink) && sink != negative_infinity()) {
     const float sink_log2 = sink * kLog2E, top = maximum(result, sink_log2);
-    result = sink == as_float(0x7f800000u) ? sink
-                                           : top + log2_of(exp2_approximate(result - top) + exp2_approximate(sink_log2 - top));
+    result = top == as_float(0x7f800000u)
+                 ? top
+                 : top + log2_of(exp2_approximate(result - top) + exp2_approximate(sink_log2 - top));
   }
   return flags & kLseBase2 ? result : result * kLn2;
 }

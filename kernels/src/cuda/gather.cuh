@@ -6,12 +6,15 @@
 
 // The first Tokens threads look one row up each.
 template <int Tokens, class Shared>
-KVB_DEVICE void locate_rows(Shared& shared, const CacheArguments& cache, const TileSource& source, int query, int slot_stage) {
+KVB_DEVICE void locate_rows(Shared& shared, const DecodeArguments& call, const TileSource& source, int query,
+                            int slot_stage) {
+  const CacheArguments& cache = call.cache[source.cache];
   const int token = static_cast<int>(thread_index());
   if (token >= Tokens) return;
   RowAddress address = {nullptr, nullptr};
   if (token < source.count) {
-    const long long position = row_of_query(cache, query) * cache.slots_stride + source.first + token;
+    const long long row = table_row(call, cache, query, cache.slots_per_sequence);
+    const long long position = row * cache.slots_stride + source.first + token;
     address = row_address(cache, load_index(cache.slots, position, cache.slots_are_64_bit));
   }
   shared.data[slot_stage * Tokens + token] = address.data;

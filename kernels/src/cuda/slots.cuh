@@ -10,14 +10,20 @@ KVB_DEVICE long long load_index(const void* indices, long long position, int is_
   return is_64_bit ? static_cast<const long long*>(indices)[position] : static_cast<const int*>(indices)[position];
 }
 
-KVB_DEVICE long long row_of_query(const CacheArguments& cache, int query) {
-  return cache.row_of_query ? load_index(cache.row_of_query, query, cache.rows_are_64_bit) : query;
+// The row of a table that is per query or per sequence; -1 for a query of no known sequence.
+KVB_DEVICE long long table_row(const DecodeArguments& call, const CacheArguments& cache, int query, int per_sequence) {
+  if (!per_sequence) return query;
+  const long long sequence = load_index(call.sequence_of_query, query, call.sequences_are_64_bit);
+  return sequence >= 0 && sequence < cache.sequences ? sequence : -1;
 }
 
 // Positions that may be live: min(length, width), never negative.
-KVB_DEVICE int live_positions(const CacheArguments& cache, int query) {
+KVB_DEVICE int live_positions(const DecodeArguments& call, const CacheArguments& cache, int query) {
+  if (table_row(call, cache, query, cache.slots_per_sequence) < 0) return 0;
   if (!cache.lengths) return cache.width;
-  const long long length = load_index(cache.lengths, row_of_query(cache, query), cache.lengths_are_64_bit);
+  const long long row = table_row(call, cache, query, cache.lengths_per_sequence);
+  if (row < 0) return 0;
+  const long long length = load_index(cache.lengths, row * cache.lengths_stride, cache.lengths_are_64_bit);
   return length < 0 ? 0 : length < cache.width ? static_cast<int>(length) : cache.width;
 }
 
