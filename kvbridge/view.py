@@ -106,6 +106,7 @@ class PageView:
         Raises:
             LayoutError: A subclass that names the field, the value got and the value expected: rank, record width, page
                 rows, page stride, overlap, density, dtype, alignment, page count or storage overrun.
+            TypeError: Not a strided torch.Tensor.
         """
         view = _memo.get((id(tensor), id(layout)), _nothing)()
         if (
@@ -239,7 +240,10 @@ class PageView:
 
 def _bind(tensor: torch.Tensor, layout: PageLayout) -> PageView:
     view = PageView()
-    view._storage = storage = tensor.untyped_storage()
+    try:
+        view._storage = storage = tensor.untyped_storage()
+    except (AttributeError, NotImplementedError) as error:
+        raise TypeError(f"tensor: got {type(tensor).__name__}, expected a strided torch.Tensor") from error
     view.storage_bytes = storage.nbytes()
     view.base_address = address = tensor.data_ptr()
     view._strides = strides = tensor.stride()
@@ -254,8 +258,15 @@ def _bind(tensor: torch.Tensor, layout: PageLayout) -> PageView:
     view._storage_address = storage.data_ptr()
     view._values = tensor.numel()
     memo_key = (id(tensor), id(layout))
-    view._tensor = weakref.ref(tensor, lambda _: _memo.pop(memo_key, None))
-    _memo[memo_key] = weakref.ref(view)
+
+    def forget(_: object) -> None:
+        """The entry goes with whichever dies first; one that has replaced it stays."""
+        if _memo.get(memo_key) is entry:
+            del _memo[memo_key]
+
+    entry: weakref.ref[PageView] = weakref.ref(view, forget)
+    view._tensor = weakref.ref(tensor, forget)
+    _memo[memo_key] = entry
     return view
 
 
