@@ -103,18 +103,23 @@ def get_backend(name: str) -> Backend:
     """Loads a backend.
 
     Args:
-        name: `cuda`, `cpu`, `torch` or `reference`.
+        name: `cuda`, `cpu`, `torch` or `reference`; `cpu:avx2` and the like force a variant.
 
     Raises:
         BackendError: Unknown, or not part of this installation.
     """
-    module = _MODULES.get(name)
-    if module is None:
+    family, _, variant = name.partition(":")
+    path = _MODULES.get(family)
+    if path is None:
         raise BackendError(name, f"unknown, expected one of {sorted(_MODULES)}")
     try:
-        return cast("Backend", import_module(module).BACKEND)
+        module = import_module(path)
     except ModuleNotFoundError as error:
         raise BackendError(name, f"not part of this installation ({error})") from error
+    chosen = getattr(module, "variant", lambda _: None)(variant) if variant else module.BACKEND
+    if chosen is None:
+        raise BackendError(name, f"{family} has no variant {variant!r}")
+    return cast("Backend", chosen)
 
 
 def choose(plan: Plan, device_type: str, *, backend: str | None = None) -> Choice:

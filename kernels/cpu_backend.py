@@ -50,16 +50,20 @@ _check_offsets()
 class CpuBackend:
     """Compiled C++ with run-time choice of the instruction set."""
 
-    name = "cpu"
+    def __init__(self, path: cpu.Path = cpu.Path.AUTO) -> None:
+        self.path = path
+        self.name = "cpu" if path is cpu.Path.AUTO else f"cpu:{path.name.lower()}"
 
     def missing(self, device_type: str) -> str | None:
         """Why it cannot run here: another device, no compiler, or a failed build."""
         if device_type != "cpu":
             return f"runs on cpu tensors, not on {device_type}"
         try:
-            cpu.load()
+            usable = cpu.load().usable
         except (cpu_build.CompilerMissingError, cpu_build.CpuBuildError, cpu.CpuCallError, OSError) as error:
             return str(error)
+        if self.path is not cpu.Path.AUTO and self.path not in usable:
+            return f"this machine cannot run it, expected one of {[path.name.lower() for path in usable]}"
         return None
 
     def unsupported(self, plan: Plan) -> str | None:
@@ -77,22 +81,14 @@ class CpuBackend:
         threads = torch.get_num_threads()
         return cpu.load().workspace_bytes(heads=plan.caps.heads, threads=threads, batch_invariant=invariant)
 
-    def prepare(self, plan: Plan, device: torch.device, *, path: cpu.Path = cpu.Path.AUTO) -> cpu.CallStructure:
-        """Loads the library and fills what all calls of a plan share.
-
-        Args:
-            plan: The plan.
-            device: The CPU.
-            path: Instruction set to force.
-        """
-        library = cpu.load()
-        if path is not cpu.Path.AUTO and path not in library.usable:
-            raise KernelError(f"path {path.name}: not usable here, expected one of {[p.name for p in library.usable]}")
+    def prepare(self, plan: Plan, device: torch.device) -> cpu.CallStructure:
+        """Loads the library and fills what all calls of a plan share."""
+        cpu.load()
         flags = cpu.Flag.BATCH_INVARIANT if plan.caps.mode == Mode.BATCH_INVARIANT else cpu.Flag(0)
         return cpu.CallStructure(
             abi=cpu.ABI,
             bytes=ctypes.sizeof(cpu.CallStructure),
-            path=path,
+            path=self.path,
             threads=torch.get_num_threads(),
             flags=flags,
             heads=plan.caps.heads,
@@ -232,6 +228,12 @@ def _lse_flags(form: LseFormat) -> cpu.Flag:
     if form.empty > 0:
         flags |= cpu.Flag.LSE_EMPTY_POSITIVE
     return flags
+
+
+def variant(text: str) -> CpuBackend | None:
+    """The backend with one instruction set forced: `portable`, `avx2`, `avx512`, `avx512_bf16`, `amx`."""
+    path = cpu.Path.__members__.get(text.upper())
+    return None if path is None else CpuBackend(path)
 
 
 BACKEND = CpuBackend()

@@ -1,7 +1,7 @@
 """The decode as a torch operator, `torch.ops.kvbridge.mla_decode`: visible to torch.compile and FakeTensor.
 
     handle = register(prepared)                        a number, constant under torch.compile
-    torch.ops.kvbridge.mla_decode(handle, q, [view.pages ...], [page_rows ...], [slots ...], [lengths ...], ...)
+    torch.ops.kvbridge.mla_decode(handle, q, out, pages=[view.pages ...], page_rows=[...], slots=[...], ...)
 
 Importing this module defines the operator. It writes `out` and `lse` in place and returns nothing; the fake checks the
 shapes that decide whether the real call would be refused. Pages come as the normalised uint8 `[pages, payload_bytes]`
@@ -14,6 +14,7 @@ import functools
 import itertools
 import math
 import weakref
+from collections.abc import Sequence
 
 import torch
 
@@ -25,12 +26,12 @@ from kvbridge.records import get_record
 from kvbridge.view import PageView
 
 _SCHEMA = (
-    "mla_decode(int prepared, Tensor q, Tensor[] pages, int[] page_rows, Tensor[] slots, Tensor?[] lengths, "
-    "Tensor(a!) out, Tensor(b!)? lse, *, float scale, Tensor? sink=None, float[] external_scales=[], "
+    "(int prepared, Tensor q, Tensor(a!) out, *, Tensor[] pages, int[] page_rows, Tensor[] slots, Tensor?[] lengths, "
+    "float scale, Tensor(b!)? lse=None, Tensor? sink=None, float[] external_scales=[], "
     "str lse_base='natural', bool lse_includes_sink=False, bool lse_empty_positive=False) -> ()"
 )
-_library = torch.library.Library("kvbridge", "FRAGMENT")
-_library.define(_SCHEMA)
+_NAME = "kvbridge::mla_decode"
+torch.library.define(_NAME, _SCHEMA)
 _prepared: weakref.WeakValueDictionary[int, Prepared] = weakref.WeakValueDictionary()
 _handles = itertools.count(1)
 
@@ -57,19 +58,20 @@ def _layout(record: str, page_rows: int, page_stride_bytes: int) -> PageLayout:
     return PageLayout.for_rows(record, page_rows=page_rows, policy="packed", page_stride_bytes=page_stride_bytes)
 
 
+@torch.library.impl(_NAME, ("cpu", "cuda"))
 def _mla_decode(
     handle: int,
     q: torch.Tensor,
+    out: torch.Tensor,
+    *,
     pages: list[torch.Tensor],
     page_rows: list[int],
     slots: list[torch.Tensor],
     lengths: list[torch.Tensor | None],
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    *,
     scale: float,
+    lse: torch.Tensor | None = None,
     sink: torch.Tensor | None = None,
-    external_scales: list[float] | None = None,
+    external_scales: Sequence[float] = (),
     lse_base: str = "natural",
     lse_includes_sink: bool = False,
     lse_empty_positive: bool = False,
@@ -92,17 +94,16 @@ def _mla_decode(
     bind(prepared, q=q, caches=caches, out=out, scale=scale, sink=sink, lse=lse, lse_format=form).run()
 
 
+@torch.library.register_fake(_NAME)  # type: ignore[untyped-decorator]
 def _fake(
     handle: int,
     q: torch.Tensor,
+    out: torch.Tensor,
+    *,
     pages: list[torch.Tensor],
     page_rows: list[int],
     slots: list[torch.Tensor],
     lengths: list[torch.Tensor | None],
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    *,
-    scale: float,
     **options: object,
 ) -> None:
     plan = _known(handle).plan
@@ -114,7 +115,7 @@ def _fake(
 
 
 def _check_counts(
-    prepared: Prepared, pages: list[torch.Tensor], *others: list[int] | list[torch.Tensor | None]
+    prepared: Prepared, pages: list[torch.Tensor], *others: Sequence[object]
 ) -> None:
     most = len(prepared.plan.caps.records)
     if not 1 <= len(pages) <= most:
@@ -122,8 +123,3 @@ def _check_counts(
     for name, given in zip(("page_rows", "slots", "lengths"), others, strict=True):
         if len(given) != len(pages):
             raise ShapeError(name, got=len(given), expected=len(pages), detail="one for each of pages")
-
-
-for _key in ("CPU", "CUDA"):
-    _library.impl("mla_decode", _mla_decode, _key)
-torch.library.register_fake("kvbridge::mla_decode", _fake, lib=_library)

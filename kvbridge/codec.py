@@ -176,7 +176,7 @@ def dequantise(
         if form.scale_rule is ScaleRule.EXTERNAL:
             values.append(codes * torch.tensor(scale, dtype=torch.float32).to(wide))
         else:
-            tiles = codes.view(*codes.shape[:-1], -1, form.scale_group)
+            tiles = codes.view(*codes.shape[:-1], codes.shape[-1] // form.scale_group, form.scale_group)
             values.append((tiles * _decode_scales(pieces["scales"], form, wide).unsqueeze(-1)).flatten(-2))
     return torch.cat(values, dim=-1).to(dtype or torch.float32)
 
@@ -309,7 +309,7 @@ def _quantise_tiles(
     """Codes and scale bytes of one field whose tiles of `scale_group` values share a scale."""
     import torch
 
-    tiles = values.reshape(*values.shape[:-1], -1, record.scale_group)
+    tiles = values.reshape(*values.shape[:-1], values.shape[-1] // record.scale_group, record.scale_group)
     amax = tiles.abs().amax(dim=-1)
     finite = torch.isfinite(amax)
     largest = E2M1_MAX if field.encoding is Encoding.E2M1 else E4M3_MAX
@@ -326,7 +326,8 @@ def _quantise_tiles(
             exponents = scale.view(torch.int32) >> 23
             scale_bytes = torch.where(finite, exponents, UE8M0_NAN).to(torch.uint8)
         else:
-            scale_bytes = torch.where(finite, scale, nan).contiguous().view(torch.uint8)
+            flat = torch.where(finite, scale, nan).flatten().view(torch.uint8)
+            scale_bytes = flat.view(*amax.shape[:-1], 4 * amax.shape[-1])
     quotient = torch.where(finite.unsqueeze(-1), tiles / scale.unsqueeze(-1), nan).flatten(-2)
     if field.encoding is Encoding.E2M1:
         return encode_e2m1(quotient), scale_bytes
