@@ -105,8 +105,8 @@ ADVICE = {
         "Bind the tensor again after the memory was moved.",
     ),
     "bound-view": (
-        "Views and caches that a kernel was bound to belong to the layout, device and shapes of that binding.",
-        "Bind again after a layout, a device or a shape changed.",
+        "vLLM cuts a layer's pages into kernel blocks where those are smaller; such a view spans other layers' pages.",
+        "Use the view the allocator, or a connector, was given.",
     ),
     "slot-bounds": (
         "A slot is page * page_rows + row, compared before any narrowing; 2**32 + 5 is out of bounds, not 5.",

@@ -247,8 +247,9 @@ class ManifestDocument(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known_version(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("schema_version") != SCHEMA_VERSION:
-            raise ValueError(f"schema_version: got {data.get('schema_version')!r}, expected {SCHEMA_VERSION}")
+        version = data.get("schema_version") if isinstance(data, dict) else SCHEMA_VERSION
+        if type(version) is not int or version != SCHEMA_VERSION:  # True and 1.0 equal 1, and are not it
+            raise ValueError(f"schema_version: got {version!r}, expected {SCHEMA_VERSION}")
         return data
 
 

@@ -53,7 +53,7 @@ def test_an_error_class_defined_later_is_a_rule_at_once():
 
 
 def test_an_unknown_code_is_refused_with_the_known_ones():
-    with pytest.raises(KVBridgeError, match="rule: got 'nonsense', expected one of .*'stride-overlap'"):
+    with pytest.raises(KVBridgeError, match=r"rule: got 'nonsense', expected one of .*'stride-overlap'"):
         get_rule("nonsense")
     with pytest.raises(KVBridgeError, match="nonsense"):
         finding("nonsense", "field", got=1, expected=2)
