@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -192,12 +193,11 @@ def check_memory(model: Path) -> None:
     path = model / "config.json" if model.is_dir() else model
     config = json.loads(path.read_bytes())
     config = {**(config.get("text_config") or {}), **config}
-    sizes = [config.get(name) for name in ("num_hidden_layers", "n_routed_experts", "hidden_size")]
-    expert = config.get("moe_intermediate_size")
-    if not all(isinstance(size, int) for size in (*sizes, expert)):
+    names = ("num_hidden_layers", "n_routed_experts", "hidden_size", "moe_intermediate_size")
+    sizes = [size for size in (config.get(name) for name in names) if isinstance(size, int)]
+    if len(sizes) < len(names):
         return
-    layers, experts, hidden = sizes
-    needed = layers * experts * 3 * hidden * expert // 2  # three matrices, four bits a weight at the least
+    needed = 3 * math.prod(sizes) // 2  # three matrices an expert, four bits a weight at the least
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     if needed > available:
         raise EngineError(

@@ -58,7 +58,7 @@ def connector_class() -> type:
 
         def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
             """Audits the tensors; vLLM calls this once in every worker, before it serves."""
-            from kvbridge.engines.vllm.layouts import is_packed
+            from kvbridge.engines.vllm.declared import is_packed
             from kvbridge.engines.vllm.live import Allocation
 
             check_allocation(

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvbridge.engines.vllm.layouts import installed_version, layer_specs_of
+from kvbridge.engines.vllm.declared import layer_specs_of
+from kvbridge.engines.vllm.layouts import installed_version
 from kvbridge.engines.vllm.tensors import captured_manifest
 from kvbridge.manifest import Manifest, Rank
 from kvbridge.rules import Finding

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvbridge.engines.vllm.layouts import LayerCache, bind_cache, declared_caches
+from kvbridge.engines.vllm.declared import LayerCache, declared_caches
+from kvbridge.engines.vllm.layouts import bind_cache
 from kvbridge.engines.vllm.plan import STORAGE
 from kvbridge.errors import LayoutError
 from kvbridge.layout import PageLayout

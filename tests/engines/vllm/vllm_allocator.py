@@ -13,6 +13,7 @@ import json
 import math
 import sys
 import types
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,16 @@ except ImportError:
 
     capacity = planning
 
+
+@dataclass(frozen=True)
+class Layer:
+    """A cache layer: vLLM's module (or the attributes its attention class reads), its spec and its backend."""
+
+    module: Any
+    spec: Any
+    backend: Any
+
+
 FAMILIES = {"sm90": 90, "sm100": 100, "sm120": 120}
 _device = {"family": 0}
 
@@ -54,7 +65,7 @@ def pretend_device() -> None:
     cls.is_device_capability_family = lambda self, family, device_id=0: _device["family"] == family
 
 
-def layers_of(model: ModelConfig, settings: Any, vllm_config: VllmConfig) -> dict[str, tuple[Any, Any]]:
+def layers_of(model: ModelConfig, settings: Any, vllm_config: VllmConfig) -> dict[str, Layer]:
     """Spec and backend of every cache layer, in the order the models build them."""
     build = {Family.V4: v4_layers, Family.V41: v41_layers}.get(model.family, classic_layers)
     return build(model, settings, vllm_config)
@@ -70,7 +81,7 @@ def draft(model: ModelConfig, settings: Any) -> int:
     return model.num_draft_layers if settings.speculative_tokens else 0
 
 
-def v4_layers(model: ModelConfig, settings: Any, vllm_config: VllmConfig) -> dict[str, tuple[Any, Any]]:
+def v4_layers(model: ModelConfig, settings: Any, vllm_config: VllmConfig) -> dict[str, Layer]:
     layers: dict[str, Any] = {}
     cache_config = vllm_config.cache_config
     for index in range(model.num_layers + draft(model, settings)):
@@ -99,7 +110,7 @@ def v4_layers(model: ModelConfig, settings: Any, vllm_config: VllmConfig) -> dic
     return specs_of(layers, vllm_config, v4_attention.DeepseekV4Attention, V4Backend)
 
 
-def v41_layers(model: ModelConfig, settings: Any, vllm_config: VllmConfig) -> dict[str, tuple[Any, Any]]:
+def v41_layers(model: ModelConfig, settings: Any, vllm_config: VllmConfig) -> dict[str, Layer]:
     layers: dict[str, Any] = {}
     cache_config = vllm_config.cache_config
     mxfp8 = v41_attention._use_v41_mxfp8_kv_record()
@@ -140,7 +151,7 @@ def v41_layers(model: ModelConfig, settings: Any, vllm_config: VllmConfig) -> di
     return specs_of(layers, vllm_config, v41_attention.DeepseekV4Attention, V41Backend)
 
 
-def classic_layers(model: ModelConfig, settings: Any, vllm_config: VllmConfig) -> dict[str, tuple[Any, Any]]:
+def classic_layers(model: ModelConfig, settings: Any, vllm_config: VllmConfig) -> dict[str, Layer]:
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
     from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
 
@@ -195,9 +206,7 @@ def classic_backend(settings: Any, *, sparse: bool) -> Any:
     return FlashAttnMLABackend
 
 
-def specs_of(
-    layers: dict[str, Any], vllm_config: VllmConfig, attention: Any, backend: Any
-) -> dict[str, tuple[Any, Any]]:
+def specs_of(layers: dict[str, Any], vllm_config: VllmConfig, attention: Any, backend: Any) -> dict[str, Layer]:
     """Asks each layer, or the attention class for its own cache, for its spec and lets the backend adjust it."""
     specs = {}
     for name, layer in layers.items():
@@ -205,7 +214,7 @@ def specs_of(
             spec, layer_backend = attention.get_kv_cache_spec(layer, vllm_config), backend
         else:
             spec, layer_backend = layer.get_kv_cache_spec(vllm_config), layer.get_attn_backend()
-        specs[name] = worker.customize_attention_spec(layer_backend, spec), layer_backend
+        specs[name] = Layer(layer, worker.customize_attention_spec(layer_backend, spec), layer_backend)
     return specs
 
 
@@ -230,8 +239,23 @@ def make_config(model: ModelConfig, settings: Any) -> VllmConfig:
     return vllm_config
 
 
-def capture(case: Case) -> dict[str, Any]:
-    """The captured manifest and vLLM's own capacity figures of one case; an `error` where vLLM refuses it."""
+@dataclass(frozen=True)
+class Allocated:
+    """One case as vLLM allocated it."""
+
+    layers: dict[str, Layer]
+    kv_caches: dict[str, torch.Tensor]
+    config: Any
+    layout: Any
+    kernel_blocks: list[int]
+    vllm_config: VllmConfig
+    options: dict[str, str | int | bool]
+    planned_blocks: int
+    tokens: int
+
+
+def allocate(case: Case) -> Allocated:
+    """Lets vLLM group, place and allocate one case; raises what vLLM raises where it refuses the model."""
     engine = load_engine("vllm")
     model = ModelConfig.from_config(case.config, name=case.name)
     options = resolve_options(engine, case.options | {"num-gpu-blocks-override": NUM_BLOCKS})
@@ -239,47 +263,52 @@ def capture(case: Case) -> dict[str, Any]:
     _device["family"] = FAMILIES.get(settings.arch, 0)
     vllm_config = make_config(model, settings)
     with set_current_vllm_config(vllm_config, check_compile=False):
-        try:
-            layers = layers_of(model, settings, vllm_config)
-            specs = {name: spec for name, (spec, _) in layers.items()}
-            names = [
-                layout.name for layout in get_supported_kv_cache_layouts([backend for _, backend in layers.values()])
-            ]
-            layout = resolve_kv_cache_layout(vllm_config, [names], specs.values())
-            groups = planning.get_kv_cache_groups(vllm_config, dict(specs))
-            planned = planning.get_kv_cache_config_from_groups(vllm_config, groups, MEMORY_BYTES)
-        except (AssertionError, NotImplementedError, ValueError) as refusal:
-            return {"error": f"{type(refusal).__name__}: {refusal}"}
+        layers = layers_of(model, settings, vllm_config)
+        specs = {name: layer.spec for name, layer in layers.items()}
+        names = [entry.name for entry in get_supported_kv_cache_layouts([layer.backend for layer in layers.values()])]
+        layout = resolve_kv_cache_layout(vllm_config, [names], specs.values())
+        groups = planning.get_kv_cache_groups(vllm_config, dict(specs))
+        planned = planning.get_kv_cache_config_from_groups(vllm_config, groups, MEMORY_BYTES)
+        tokens, _ = capacity.get_kv_cache_capacity(vllm_config, planned)
         vllm_config.cache_config.num_gpu_blocks_override = NUM_BLOCKS
         config = planning.get_kv_cache_config_from_groups(vllm_config, groups, MEMORY_BYTES)
         kernel_blocks = kernel_block_sizes(config, layers)
         kv_caches = worker.allocate_kv_cache(config, torch.device("cpu"), layout, kernel_blocks)
-        tokens, _ = capacity.get_kv_cache_capacity(vllm_config, planned)
+    return Allocated(layers, kv_caches, config, layout, kernel_blocks, vllm_config, options, planned.num_blocks, tokens)
+
+
+def capture(case: Case) -> dict[str, Any]:
+    """The captured manifest and vLLM's own capacity figures of one case; an `error` where vLLM refuses it."""
+    try:
+        allocated = allocate(case)
+    except (AssertionError, NotImplementedError, ValueError) as refusal:
+        return {"error": f"{type(refusal).__name__}: {refusal}"}
     manifest, findings = captured_manifest(
-        kv_caches,
-        config,
+        allocated.kv_caches,
+        allocated.config,
         version=installed_version(),
-        packed=layout.is_block_outermost,
-        page_tokens=dict(enumerate(kernel_blocks)),
+        packed=allocated.layout.is_block_outermost,
+        page_tokens=dict(enumerate(allocated.kernel_blocks)),
         model=case.name,
-        options=options,
+        options=allocated.options,
     )
+    storages = {tensor.untyped_storage().data_ptr() for tensor in allocated.kv_caches.values()}
     return {
         "manifest": manifest.document(),
         "findings": [entry.document() for entry in findings],
-        "shared_storage": len({tensor.untyped_storage().data_ptr() for tensor in kv_caches.values()}) == 1,
-        "num_blocks": planned.num_blocks,
-        "tokens": tokens,
+        "shared_storage": len(storages) == 1,
+        "num_blocks": allocated.planned_blocks,
+        "tokens": allocated.tokens,
     }
 
 
-def kernel_block_sizes(config: Any, layers: dict[str, tuple[Any, Any]]) -> list[int]:
+def kernel_block_sizes(config: Any, layers: dict[str, Layer]) -> list[int]:
     """vLLM's own choice of kernel blocks, from groups of layers of one backend and spec."""
     attention_groups = []
     for index, group in enumerate(config.kv_cache_groups):
         kinds: dict[Any, list[str]] = {}
         for name in group.layer_names:
-            kinds.setdefault((layers[name][1], layers[name][0]), []).append(name)
+            kinds.setdefault((layers[name].backend, layers[name].spec), []).append(name)
         attention_groups.append(
             [worker.AttentionGroup(backend, names, spec, index) for (backend, spec), names in kinds.items()]
         )

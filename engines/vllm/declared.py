@@ -1,0 +1,267 @@
+"""What vLLM declares of a layer's cache, and the layout that follows.
+
+    spec (MLAAttentionSpec ...)        record, rows, tokens per row, alignment    what a page is
+    KVCacheTensor                      offset, layer stride, block stride         where pages lie
+
+The record never follows from a dtype name alone: `fp8_ds_mla` is 656, 584 or 528 bytes. vLLM states the row's bytes
+(`state_content_bytes`) and the model's version in the spec. Sources: vLLM 0.32.0 and 0.33.0 v1/kv_cache_interface.py,
+v1/worker/utils.py (allocate_kv_cache), models/deepseek_v41/common/ops/cache_utils.py (rows split until 0.32, then
+interleaved).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import lcm
+from typing import Any
+
+from kvbridge.engines.vllm.layers import ALIGNMENTS
+from kvbridge.engines.vllm.options import nearest_version
+from kvbridge.engines.vllm.specs import round_up
+from kvbridge.errors import RecordMissingError
+from kvbridge.layout import Padding, PaddingPolicy, PageLayout
+from kvbridge.records import get_record
+
+_PACKED_RECORDS = {584: "v4", 656: "dsa", 352: "nvfp4_352", 528: "v41", 288: "v41_fp4"}
+_INDEXER_RECORDS = {132: "indexer_fp8", 68: "indexer_fp4"}
+# (bytes of a row's element, values of a row) of rows without scales
+_PLAIN_RECORDS = {(2, 512): "v4_bf16", (1, 512): "uniform_fp8", (2, 576): "mla_bf16", (1, 576): "mla_fp8"}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """One layer's cache as vLLM declares it.
+
+    Attributes:
+        name: vLLM's name of the layer's cache.
+        group: Index of the group whose block table the layer uses.
+        placement: Index of the KVCacheTensor that places the layer.
+        layout: What the layer's pages are.
+        offset_bytes: First page's start, from the start of the storage.
+        layer_stride_bytes: Distance to the next layer of the placement.
+        block_rows: Rows of a block, over all its pages.
+    """
+
+    name: str
+    group: int
+    placement: int
+    layout: PageLayout
+    offset_bytes: int
+    layer_stride_bytes: int
+    block_rows: int
+
+
+def record_of(spec: Any, *, version: str) -> str:
+    """Name of the record that a layer's rows hold.
+
+    Args:
+        spec: vLLM's cache spec of one layer.
+        version: vLLM's version: V4.1 records are split until 0.32, interleaved since.
+
+    Raises:
+        RecordMissingError: The spec describes no record known here.
+    """
+    element_bytes = spec.dtype.itemsize
+    row_bytes = spec.state_content_size_bytes
+    name = None
+    if str(spec.dtype) == "torch.float32":
+        name = f"state_fp32_{row_bytes // element_bytes}"
+    elif spec.state_content_bytes is not None:
+        name = _PACKED_RECORDS.get(row_bytes)
+    elif getattr(spec, "cache_dtype_str", None) is None and element_bytes == 1:
+        name = _INDEXER_RECORDS.get(row_bytes)
+    else:
+        name = _PLAIN_RECORDS.get((element_bytes, row_bytes // element_bytes))
+    if name in ("v41", "v41_fp4") and nearest_version(version)[0] != "0.32.0":
+        name += "_interleaved"
+    if name is None:
+        raise RecordMissingError(
+            "spec",
+            got=f"{type(spec).__name__}: rows of {row_bytes} bytes of {spec.dtype}",
+            expected="a spec whose record is known",
+            detail=f"cache dtype {getattr(spec, 'cache_dtype_str', None)}",
+        )
+    return name
+
+
+def pool_of(spec: Any, record: str, *, sparse: bool) -> str:
+    """Name of the pool that a layer's cache belongs to.
+
+    Args:
+        spec: vLLM's cache spec of one layer.
+        record: Its record.
+        sparse: Whether the model has an indexer; tells DSA from classic MLA.
+    """
+    if record.startswith("state_"):
+        return "compressor_state"
+    if record.startswith("indexer_"):
+        return "indexer"
+    if hasattr(spec, "sliding_window") and type(spec).__name__ == "SlidingWindowMLASpec":
+        return "swa"
+    if spec.model_version == "deepseek_v4":
+        return f"c{int(spec.tokens_per_state)}"
+    return "dsa" if sparse else "mla"
+
+
+def alignment_of(spec: Any) -> int | None:
+    """Bytes that a layer's page is rounded up to; None for no rounding.
+
+    Where all layers are alike vLLM merges their specs and drops the alignment, but keeps the padded page; of the two
+    alignments it uses, the one that gives this page is meant.
+    """
+    alignment: int | None = getattr(spec, "alignment", None)
+    padded = getattr(spec, "page_size_padded", None)
+    if alignment is not None or padded is None:
+        return alignment
+    payload = spec.unpadded_page_size_bytes
+    known = [candidate for candidate in ALIGNMENTS if round_up(payload, candidate) == padded]
+    return known[0] if known else int(padded)
+
+
+def declared_layout(
+    spec: Any,
+    *,
+    block_stride_bytes: int,
+    packed: bool,
+    num_blocks: int,
+    version: str,
+    sparse: bool,
+    page_tokens: int = 0,
+) -> PageLayout:
+    """The layout of one layer as its spec and placement declare it.
+
+    Args:
+        spec: vLLM's cache spec of one layer.
+        block_stride_bytes: Bytes between two blocks.
+        packed: Whether blocks are outermost, so that other layers' pages lie between.
+        num_blocks: Blocks of the allocation.
+        version: vLLM's version.
+        sparse: Whether the model has an indexer.
+        page_tokens: Tokens of a page, where a kernel takes smaller blocks than the manager's; 0 for the whole block.
+
+    Raises:
+        LayoutError: The declaration contradicts itself, or names no record.
+    """
+    record = record_of(spec, version=version)
+    pages_per_block = spec.block_size // (page_tokens or spec.block_size)
+    rows = spec.get_num_kernel_states(page_tokens or spec.block_size)
+    alignment = alignment_of(spec)
+    if packed:
+        policy = PaddingPolicy.PACKED
+    else:
+        if block_stride_bytes != spec.page_size_bytes:
+            alignment = lcm(alignment or 1, spec.get_block_stride_alignment())
+        elif spec.page_size_bytes == spec.unpadded_page_size_bytes:
+            alignment = None  # merged specs of a group keep an alignment only where it pads
+        policy = PaddingPolicy.EXACT if alignment is None else PaddingPolicy.ALIGNED
+    return _layout(
+        record=record,
+        pool=pool_of(spec, record, sparse=sparse),
+        page_rows=rows,
+        tokens_per_row=int(spec.tokens_per_state),
+        page_stride_bytes=block_stride_bytes // pages_per_block,
+        policy=policy,
+        alignment=alignment,
+        num_pages=num_blocks * pages_per_block,
+        reserved_pages=pages_per_block,
+        dtype=str(spec.dtype).removeprefix("torch."),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _layout(
+    *,
+    record: str,
+    pool: str,
+    page_rows: int,
+    tokens_per_row: int,
+    page_stride_bytes: int,
+    policy: PaddingPolicy,
+    alignment: int | None,
+    num_pages: int,
+    reserved_pages: int,
+    dtype: str,
+) -> PageLayout:
+    """One object for equal layouts: `PageView.from_tensor` remembers by the layout's identity."""
+    return PageLayout(
+        record=record,
+        pool=pool,
+        page_rows=page_rows,
+        tokens_per_row=tokens_per_row,
+        payload_bytes=page_rows * get_record(record).row_bytes,
+        page_stride_bytes=page_stride_bytes,
+        padding=Padding(policy=policy, alignment=alignment),
+        num_pages=num_pages,
+        reserved_pages=reserved_pages,
+        dtype=dtype,
+    )
+
+
+def layer_specs_of(kv_cache_config: Any) -> dict[str, tuple[int, Any]]:
+    """Group index and spec of every layer of a KVCacheConfig."""
+    specs: dict[str, tuple[int, Any]] = {}
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        nested = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+        for name in group.layer_names:
+            specs[name] = index, nested[name] if nested is not None else group.kv_cache_spec
+    return specs
+
+
+def is_packed(kv_cache_config: Any) -> bool:
+    """Whether blocks are outermost, by the layout vLLM resolved, or by its strides where it does not say."""
+    resolved = getattr(kv_cache_config, "kv_cache_layout", None)
+    if resolved:
+        return str(resolved).startswith("B")
+    tensors = kv_cache_config.kv_cache_tensors
+    return any(tensor.layer_stride < tensor.block_stride * kv_cache_config.num_blocks for tensor in tensors)
+
+
+def declared_caches(
+    kv_cache_config: Any, *, version: str, packed: bool | None = None, page_tokens: Mapping[int, int] | None = None
+) -> Iterator[LayerCache]:
+    """Every layer's cache as a KVCacheConfig declares it, in the order of its placements.
+
+    Args:
+        kv_cache_config: vLLM's KVCacheConfig.
+        version: vLLM's version.
+        packed: Whether blocks are outermost; by `is_packed` where not given.
+        page_tokens: Kernel block of each group, where vLLM allocated kernel blocks.
+
+    Raises:
+        LayoutError: A declaration contradicts itself, or names no record.
+    """
+    specs = layer_specs_of(kv_cache_config)
+    sparse = any(_is_indexer(spec) for _, spec in specs.values())
+    blocks_outermost = is_packed(kv_cache_config) if packed is None else packed
+    for placement, tensor in enumerate(kv_cache_config.kv_cache_tensors):
+        for place, name in enumerate(tensor.layers):
+            group, spec = specs[name]
+            layout = declared_layout(
+                spec,
+                block_stride_bytes=tensor.block_stride,
+                packed=blocks_outermost,
+                num_blocks=kv_cache_config.num_blocks,
+                version=version,
+                sparse=sparse,
+                page_tokens=0 if blocks_outermost or not page_tokens else page_tokens.get(group, 0),
+            )
+            yield LayerCache(
+                name=name,
+                group=group,
+                placement=placement,
+                layout=layout,
+                offset_bytes=tensor.offset + place * tensor.layer_stride,
+                layer_stride_bytes=tensor.layer_stride,
+                block_rows=spec.num_states,
+            )
+
+
+def _is_indexer(spec: Any) -> bool:
+    return (
+        spec.state_content_bytes is None
+        and getattr(spec, "cache_dtype_str", None) is None
+        and spec.dtype.itemsize == 1
+        and spec.state_content_size_bytes in _INDEXER_RECORDS
+    )
