@@ -262,7 +262,7 @@ def _bind(tensor: torch.Tensor, layout: PageLayout) -> PageView:
     def forget(_: object) -> None:
         """The entry goes with whichever dies first; one that has replaced it stays."""
         if _memo.get(memo_key) is entry:
-            del _memo[memo_key]
+            _memo.pop(memo_key, None)
 
     entry: weakref.ref[PageView] = weakref.ref(view, forget)
     view._tensor = weakref.ref(tensor, forget)
