@@ -29,7 +29,7 @@ from kvbridge.errors import (
     StorageOverrunError,
 )
 from kvbridge.layout import DTYPE_BYTES, PageLayout, PoolKind
-from kvbridge.records import records_of_width
+from kvbridge.records import Arrangement, records_of_width
 
 if TYPE_CHECKING:
     import torch
@@ -237,13 +237,14 @@ def _check_rows(rows: tuple[int, int], row: tuple[int, int], layout: PageLayout,
             detail=f"record {layout.record}" + (f"; {width} looks like {' or '.join(names)}" if names else ""),
         )
     if rows[0] != layout.page_rows:
-        if rows[0] and gcd(rows[0], layout.page_rows) in (rows[0], layout.page_rows) and len(layout.regions) > 1:
+        blocks = {region.block for region in layout.regions}
+        split = layout.record_format.arrangement is Arrangement.SPLIT and len(blocks) > 1
+        if split and rows[0] > 0 and gcd(rows[0], layout.page_rows) in (rows[0], layout.page_rows):
             raise PageSplitError(
                 "tensor rows in a page",
                 got=rows[0],
                 expected=layout.page_rows,
-                detail=f"a {layout.record_format.arrangement.value} page of {rows[0]} rows is no view of pages of "
-                f"{layout.page_rows}",
+                detail=f"a split page of {rows[0]} rows is no view of pages of {layout.page_rows}",
             )
         raise PageRowsError("tensor rows in a page", got=rows[0], expected=layout.page_rows)
     if row[1] != element_bytes and row[0] > 1:
