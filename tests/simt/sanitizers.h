@@ -33,9 +33,9 @@ void AnnotateIgnoreWritesEnd(const char* file, int line);
 namespace sanitizers {
 
 #if defined(__SANITIZE_ADDRESS__)
-inline thread_local const void* scheduler_stack = nullptr;
-inline thread_local size_t scheduler_stack_bytes = 0;
-inline thread_local void* fake_stack = nullptr;
+inline const void* scheduler_stack = nullptr;
+inline size_t scheduler_stack_bytes = 0;
+inline void* fake_stack = nullptr;
 #endif
 
 inline void before_switch(bool leaving, bool to_scheduler, const void* stack, size_t bytes, void* fiber) {

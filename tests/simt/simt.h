@@ -3,6 +3,8 @@
 //   OS thread: scheduler -> block A: fiber per CUDA thread, in warps of 32    a warp-wide operation is a rendezvous: the
 //                        -> block B: ...                                      last lane to arrive computes it for all
 //
+// One OS thread runs everything, so the state below is global.
+//
 // Several blocks are alive at once and take turns in a seeded order, so that merges between blocks are really interleaved.
 // Shared memory ends at a guard page and starts as NaN patterns. Reads outside a mapping become an error text.
 #pragma once
@@ -92,15 +94,15 @@ struct Block {
   char tags[2];
 };
 
-inline thread_local Fiber* current = nullptr;
-inline thread_local Fiber scheduler;
-inline thread_local const std::function<void()>* body = nullptr;
-inline thread_local Options options;
-inline thread_local Counters counters;
-inline thread_local sigjmp_buf escape;
-inline thread_local volatile sig_atomic_t armed = 0;
-inline thread_local char message[512];
-inline thread_local char grid_tag;
+inline Fiber* current = nullptr;
+inline Fiber scheduler;
+inline const std::function<void()>* body = nullptr;
+inline Options options;
+inline Counters counters;
+inline sigjmp_buf escape;
+inline volatile sig_atomic_t armed = 0;
+inline char message[512];
+inline char grid_tag;
 
 [[noreturn]] inline void fail(const char* format, const void* detail = nullptr) {
   char text[256];
