@@ -9,8 +9,8 @@ Contract (the full one stands in src/cpu/kvbridge_cpu.h):
 * `load()` builds or finds the library and returns it. `CompilerMissingError` and `CpuBuildError` mean: take torch.
 * `bind(...)` fills the structure from tensors; it checks the types the C code relies on, not whether the slots make
   sense: dead slots (negative, beyond num_pages * page_rows, past the length) are skipped and never dereferenced.
-* `BoundCall.run()` is one ctypes call. Between runs any field of `BoundCall.structure` may be patched (pointers, queries,
-  scale); the tensors behind the pointers must live until the run returns.
+* `BoundCall.run()` is one ctypes call. Between runs any field of `BoundCall.structure` may be patched (pointers,
+  queries, scale); the tensors behind the pointers must live until the run returns.
 * q bf16 [queries, heads, d_qk], out bf16 or fp32 [queries, heads, 512], last axis dense, any other strides; lse fp32
   [queries, heads]; sink fp32 [heads]; slots int32 or int64 [rows, width]; lengths [rows]; row_of_query [queries].
 * Threads: `threads` is a number, by default torch's. The work runs in torch's own OpenMP threads where they are found,
@@ -26,90 +26,41 @@ import functools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum, IntFlag
-from typing import TYPE_CHECKING, Any
+from pathlib import Path as FilePath
+from typing import TYPE_CHECKING
 
 from kvbridge.kernels import cpu_build
-from kvbridge.records import Encoding, ScaleRule, get_record
+from kvbridge.kernels.cpu_structures import (
+    ABI,
+    MAX_CACHES,
+    CacheStructure,
+    CallStructure,
+    CpuCallError,
+    Flag,
+    InfoStructure,
+    Path,
+    RecordStructure,
+    record_structure,
+)
 
 if TYPE_CHECKING:
     import torch
 
-ABI = 1
-MAX_CACHES = 3
+__all__ = [
+    "ABI",
+    "BoundCall",
+    "CacheArguments",
+    "CpuCallError",
+    "Flag",
+    "Library",
+    "Path",
+    "bind",
+    "load",
+    "openmp_parallel",
+    "record_structure",
+]
 
-
-class Path(IntEnum):
-    """Instruction sets; `AMX_EMULATED` exists only in a build made for tests."""
-
-    AUTO = 0
-    PORTABLE = 1
-    AVX2 = 2
-    AVX512 = 3
-    AVX512_BF16 = 4
-    AMX = 5
-    AMX_EMULATED = 6
-
-
-class Flag(IntFlag):
-    """Options of a call; see kvbridge_cpu.h."""
-
-    LSE_BASE2 = 1
-    LSE_WITH_SINK = 2
-    LSE_EMPTY_POSITIVE = 4
-    BATCH_INVARIANT = 8
-    OWN_THREADS = 16
-
-
-_CODES = {Encoding.E4M3: 1, Encoding.E2M1: 2}
-_SCALES = {ScaleRule.NONE: 0, ScaleRule.EXTERNAL: 0, ScaleRule.UE8M0: 1, ScaleRule.E4M3: 2, ScaleRule.FP32: 3}
-
-
-def _fields(text: str) -> list[tuple[str, Any]]:
-    types = {"i": ctypes.c_int32, "l": ctypes.c_int64, "f": ctypes.c_float, "p": ctypes.c_void_p}
-    return [(name, types[kind]) for kind, name in (entry.split(":") for entry in text.split())]
-
-
-class RecordStructure(ctypes.Structure):
-    """kvb_record."""
-
-    _fields_ = _fields(
-        "i:code i:scale i:values i:group i:tail_values i:tail_offset_bytes l:row_stride_bytes l:scales_offset_bytes"
-        " l:scales_stride_bytes f:external_scale i:reserved"
-    )
-
-
-class CacheStructure(ctypes.Structure):
-    """kvb_cache."""
-
-    _fields_ = [
-        *_fields("p:base l:num_pages l:page_rows l:page_stride_bytes"),
-        ("record", RecordStructure),
-        *_fields(
-            "p:slots l:slots_stride p:lengths p:row_of_query l:rows l:width i:slots_bits i:lengths_bits i:row_of_query_bits i:reserved"
-        ),
-    ]
-
-
-class CallStructure(ctypes.Structure):
-    """kvb_call."""
-
-    _fields_ = [
-        *_fields("i:abi i:bytes i:path i:threads i:flags i:heads i:d_qk i:d_v i:caches i:out_type f:scale i:reserved l:queries"),
-        *_fields("p:q l:q_query_stride l:q_head_stride p:out l:out_query_stride l:out_head_stride"),
-        *_fields("p:lse l:lse_query_stride l:lse_head_stride p:sink p:workspace l:workspace_bytes p:parallel"),
-        ("cache", CacheStructure * MAX_CACHES),
-    ]
-
-
-class InfoStructure(ctypes.Structure):
-    """kvb_info."""
-
-    _fields_ = _fields("i:abi i:call_bytes i:cache_bytes i:record_bytes i:compiled i:usable i:best i:reserved")
-
-
-class CpuCallError(RuntimeError):
-    """The library refused a call; the text says which field and why."""
+NO_FLAGS = Flag(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,42 +162,11 @@ def openmp_parallel() -> int:
 
 def _loaded_openmp() -> list[str]:
     try:
-        with open("/proc/self/maps") as maps:
-            files = [line.split(maxsplit=5)[-1].strip() for line in maps if "/" in line]
+        maps = FilePath("/proc/self/maps").read_text()
     except OSError:
         return []
+    files = [line.split(maxsplit=5)[-1].strip() for line in maps.splitlines() if "/" in line]
     return sorted({file for file in files if any(name in file for name in ("libgomp", "libiomp5", "libomp"))})
-
-
-@functools.cache
-def record_structure(record: str, page_rows: int, external_scale: float = 1.0) -> RecordStructure:
-    """Describes a record to the library: where its codes, scales and bf16 values lie in a page of `page_rows` rows.
-
-    Raises:
-        CpuCallError: No path decodes this record.
-    """
-    found = get_record(record)
-    regions = found.regions(page_rows) if found.decodable and len(found.planes) == 1 else ()
-    codes = [region for region in regions if region.dtype in _CODES and region.block == "data"]
-    tail = [region for region in regions if region.dtype is Encoding.BF16]
-    scales = [region for region in regions if region.block == "scales" and region.dtype is not Encoding.UNUSED]
-    values = sum(8 * region.row_bytes // region.dtype.value_bits for region in codes)
-    tail_values = sum(region.row_bytes // 2 for region in tail)
-    if not regions or found.d_v == 0 or values + tail_values != found.d_qk or found.scale_rule not in _SCALES:
-        raise CpuCallError(f"record: got {record!r}, expected a record whose encoding the CPU backend decodes")
-    first = min(region.offset for region in (*codes, *tail))
-    return RecordStructure(
-        code=_CODES[codes[0].dtype] if codes else 0,
-        scale=_SCALES[found.scale_rule],
-        values=values,
-        group=found.scale_group,
-        tail_values=tail_values,
-        tail_offset_bytes=tail[0].offset - first if tail else 0,
-        row_stride_bytes=(codes or tail)[0].row_stride,
-        scales_offset_bytes=scales[0].offset if scales else 0,
-        scales_stride_bytes=scales[0].row_stride if scales else 0,
-        external_scale=external_scale,
-    )
 
 
 class BoundCall:
@@ -283,7 +203,7 @@ def bind(
     lse: torch.Tensor | None = None,
     threads: int | None = None,
     path: Path = Path.AUTO,
-    flags: Flag = Flag(0),
+    flags: Flag = NO_FLAGS,
     workspace: torch.Tensor | None = None,
 ) -> BoundCall:
     """Fills the structure of one call.
@@ -311,13 +231,25 @@ def bind(
             raise CpuCallError(f"{name}: got {got}, expected {expected}")
 
     integers = {torch.int32: 32, torch.int64: 64}
-    need("q", q.dtype is torch.bfloat16 and q.dim() == 3 and q.stride(2) == 1, (q.dtype, q.stride()), "bf16, 3-D, last axis dense")
+    need(
+        "q",
+        q.dtype is torch.bfloat16 and q.dim() == 3 and q.stride(2) == 1,
+        (q.dtype, q.stride()),
+        "bf16, 3-D, last axis dense",
+    )
     wide = out.dtype is torch.float32
-    good_out = (wide or out.dtype is torch.bfloat16) and out.dim() == 3 and out.shape[:2] == q.shape[:2] and out.stride(2) == 1
+    good_out = (
+        (wide or out.dtype is torch.bfloat16) and out.dim() == 3 and out.shape[:2] == q.shape[:2] and out.stride(2) == 1
+    )
     need("out", good_out, (out.dtype, tuple(out.shape)), f"bf16 or fp32 {(*q.shape[:2], 512)}, last axis dense")
     need("caches", 1 <= len(caches) <= MAX_CACHES, len(caches), f"1 to {MAX_CACHES}")
     if lse is not None:
-        need("lse", lse.dtype is torch.float32 and lse.shape == q.shape[:2], (lse.dtype, tuple(lse.shape)), f"fp32 {tuple(q.shape[:2])}")
+        need(
+            "lse",
+            lse.dtype is torch.float32 and lse.shape == q.shape[:2],
+            (lse.dtype, tuple(lse.shape)),
+            f"fp32 {tuple(q.shape[:2])}",
+        )
     if sink is not None:
         good_sink = sink.dtype is torch.float32 and sink.shape == q.shape[1:2] and sink.is_contiguous()
         need("sink", good_sink, (sink.dtype, tuple(sink.shape)), f"dense fp32 {tuple(q.shape[1:2])}")
@@ -351,12 +283,22 @@ def bind(
     for index, cache in enumerate(caches):
         name, slots, lengths, rows = f"caches[{index}]", cache.slots, cache.lengths, cache.row_of_query
         dense = slots.dim() == 2 and (slots.stride(1) == 1 or slots.shape[1] <= 1)
-        need(f"{name}.slots", slots.dtype in integers and dense, (slots.dtype, slots.stride()), "int32 or int64, 2-D, last axis dense")
+        need(
+            f"{name}.slots",
+            slots.dtype in integers and dense,
+            (slots.dtype, slots.stride()),
+            "int32 or int64, 2-D, last axis dense",
+        )
         for label, tensor, count in (("lengths", lengths, slots.shape[0]), ("row_of_query", rows, q.shape[0])):
             if tensor is not None:
                 good = tensor.dtype in integers and tensor.shape == (count,) and tensor.is_contiguous()
                 need(f"{name}.{label}", good, (tensor.dtype, tuple(tensor.shape)), f"dense int32 or int64 ({count},)")
-        need(f"{name}.slots", rows is not None or slots.shape[0] == q.shape[0], tuple(slots.shape), f"{q.shape[0]} rows, one per query")
+        need(
+            f"{name}.slots",
+            rows is not None or slots.shape[0] == q.shape[0],
+            tuple(slots.shape),
+            f"{q.shape[0]} rows, one per query",
+        )
         structure.cache[index] = CacheStructure(
             base=cache.base,
             num_pages=cache.num_pages,

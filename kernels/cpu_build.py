@@ -1,6 +1,6 @@
 """Builds the CPU backend once, with the machine's own C++ compiler, and keeps it in a private cache.
 
-    $KVBRIDGE_CACHE_DIR/cpu/        (else $XDG_CACHE_HOME/kvbridge/cpu, else ~/.cache/kvbridge/cpu), mode 0700, owned by the user
+    $KVBRIDGE_CACHE_DIR/cpu/        else $XDG_CACHE_HOME/kvbridge/cpu, else ~/.cache/kvbridge/cpu; 0700
         <key>.so                    the library; key = hash of sources, flags, compiler version, machine, options
         <key>.json                  its SHA-256, the compiler and the paths in it; written after the library
         <key>.lock                  held while building
@@ -30,11 +30,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent / "src" / "cpu"
-COMMON_FLAGS = (
-    "-std=c++17 -O3 -fPIC -fvisibility=hidden -fno-exceptions -fno-rtti -fno-math-errno -fno-trapping-math -fno-strict-aliasing"
-    " -pthread"
-).split()
-SANITIZE_FLAGS = "-fsanitize=address -fno-omit-frame-pointer -g1 -O1".split()
+COMMON_FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-strict-aliasing",
+    "-pthread",
+]
+SANITIZE_FLAGS = ["-fsanitize=address", "-fno-omit-frame-pointer", "-g1", "-O1"]
 
 
 class CompilerMissingError(RuntimeError):
@@ -62,7 +70,7 @@ class Unit:
     path: bool = False
 
 
-_AVX512 = tuple("-mavx2 -mfma -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512".split())
+_AVX512 = ("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
 _AVX512_BF16 = (*_AVX512, "-mavx512vbmi", "-mavx512bf16")
 _COMMON_UNITS = (Unit("api", "api.cpp"), Unit("threads", "threads.cpp"), Unit("portable", "portable.cpp"))
 _X86_UNITS = (
@@ -107,8 +115,8 @@ def find_compiler() -> list[str]:
         if shutil.which(name):
             return [name]
     raise CompilerMissingError(
-        "no C++ compiler: looked for $CXX, c++, g++ and clang++ on PATH; install one (Debian and Ubuntu: g++, Fedora: gcc-c++),"
-        " or use the torch backend"
+        "no C++ compiler: looked for $CXX, c++, g++ and clang++ on PATH; "
+        "install one (Debian and Ubuntu: g++, Fedora: gcc-c++), or use the torch backend"
     )
 
 
@@ -126,8 +134,9 @@ def cache_folder() -> Path:
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         raise CpuBuildError(
-            f"cache folder {folder}: got owner {status.st_uid} and mode {stat.filemode(status.st_mode)}, expected a folder of user"
-            f" {os.geteuid()}; anyone who can write there could have code run; set KVBRIDGE_CACHE_DIR to a folder of your own"
+            f"cache folder {folder}: got owner {status.st_uid} and mode {stat.filemode(status.st_mode)}, "
+            f"expected a folder of user {os.geteuid()}; anyone who can write there could have code run; "
+            "set KVBRIDGE_CACHE_DIR to a folder of your own"
         )
     if status.st_mode & 0o077:
         folder.chmod(0o700)
@@ -163,8 +172,8 @@ def build(*, sanitize: bool = False, emulate_amx: bool = False) -> Build:
             written = Path(scratch) / "record.json"
             written.write_text(json.dumps(note, sort_keys=True))
             record.unlink(missing_ok=True)
-            os.replace(made, library)
-            os.replace(written, record)
+            made.replace(library)
+            written.replace(record)
         return Build(library, version, left_out, time.perf_counter() - started)
 
 
@@ -207,7 +216,9 @@ def _locked(file: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _compile(compiler: list[str], flags: list[str], units: tuple[Unit, ...], scratch: Path) -> tuple[Path, dict[str, str]]:
+def _compile(
+    compiler: list[str], flags: list[str], units: tuple[Unit, ...], scratch: Path
+) -> tuple[Path, dict[str, str]]:
     def one(unit: Unit, extra: tuple[str, ...] = ()) -> str | None:
         target = scratch / f"{unit.name}.o"
         command = [*compiler, *flags, *unit.flags, *extra, "-c", str(SOURCES / unit.source), "-o", str(target)]
@@ -233,6 +244,9 @@ def _compile(compiler: list[str], flags: list[str], units: tuple[Unit, ...], scr
 def _run(command: list[str]) -> str:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
-        complaint = next((line for line in result.stderr.splitlines() if "error" in line.lower() or "undefined" in line), result.stderr.strip()[:400])
+        complaint = next(
+            (line for line in result.stderr.splitlines() if "error" in line.lower() or "undefined" in line),
+            result.stderr.strip()[:400],
+        )
         raise CpuBuildError(f"{shlex.join(command[:1])} returned {result.returncode}: {complaint}")
     return result.stdout

@@ -14,12 +14,23 @@ import mmap
 import sys
 
 import torch
+
 from kvbridge.kernels import cpu
 from kvbridge.records import get_record
-
 from tests.kernels.cpu_support import Cache, make_cache
 
-RECORDS = ["v4", "v41", "v41_interleaved", "v41_fp4", "v41_fp4_interleaved", "dsa", "v4_bf16", "mla_bf16", "uniform_fp8", "mla_fp8"]
+RECORDS = [
+    "v4",
+    "v41",
+    "v41_interleaved",
+    "v41_fp4",
+    "v41_fp4_interleaved",
+    "dsa",
+    "v4_bf16",
+    "mla_bf16",
+    "uniform_fp8",
+    "mla_fp8",
+]
 LIBC = ctypes.CDLL(None, use_errno=True)
 LIBC.mmap.restype = ctypes.c_void_p
 LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
@@ -59,7 +70,9 @@ def guarded(cache: Cache) -> int:
     return base
 
 
-def run(library: cpu.Library, path: cpu.Path, cache: Cache, base: int, slots: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor:
+def run(
+    library: cpu.Library, path: cpu.Path, cache: Cache, base: int, *, slots: torch.Tensor, lengths: torch.Tensor | None
+) -> torch.Tensor:
     described = cpu.record_structure(cache.record, cache.page_rows)
     q = torch.randn(slots.shape[0], 11, described.values + described.tail_values).bfloat16()
     out = torch.empty(slots.shape[0], 11, 512).bfloat16()
@@ -79,7 +92,7 @@ def guard_pages(library: cpu.Library, paths: list[cpu.Path]) -> None:
                 base = guarded(cache)
                 everything = torch.arange(cache.capacity)[None]
                 for path in paths:
-                    assert run(library, path, cache, base, everything, None).isfinite().all()
+                    assert run(library, path, cache, base, slots=everything, lengths=None).isfinite().all()
 
 
 def poisoned(library: cpu.Library, paths: list[cpu.Path]) -> None:
@@ -96,14 +109,24 @@ def poisoned(library: cpu.Library, paths: list[cpu.Path]) -> None:
             for slot in live:
                 page, row = divmod(slot, page_rows)
                 for region in get_record(record).regions(page_rows):
-                    at = start + cache.offset_bytes + page * cache.page_stride_bytes + region.offset + row * region.row_stride
+                    at = (
+                        start
+                        + cache.offset_bytes
+                        + page * cache.page_stride_bytes
+                        + region.offset
+                        + row * region.row_stride
+                    )
                     unpoison(at, region.row_bytes)
             slots = torch.full((2, len(live) + 6), -1, dtype=torch.int64)
             slots[:, : len(live)] = torch.tensor(live)
-            slots[:, -6:] = torch.tensor([-1, cache.capacity, 2**32 + 3, -(2**63), 2**63 - 1, 1])  # the last: live, past the length
+            slots[:, -6:] = torch.tensor(
+                [-1, cache.capacity, 2**32 + 3, -(2**63), 2**63 - 1, 1]
+            )  # the last: live, past the length
             lengths = torch.full((2,), slots.shape[1] - 1)
             for path in paths:
-                assert run(library, path, cache, start + cache.offset_bytes, slots, lengths).isfinite().all()
+                assert (
+                    run(library, path, cache, start + cache.offset_bytes, slots=slots, lengths=lengths).isfinite().all()
+                )
             unpoison(start, cache.storage.numel())
 
 
@@ -112,10 +135,12 @@ def wild_slots(library: cpu.Library, paths: list[cpu.Path]) -> None:
     cache = make_cache("v4", page_rows=53, num_pages=3)
     base = guarded(cache)
     for round_ in range(60):
-        slots = torch.randint(-(2**63), 2**63 - 1, (3, 40), generator=generator) >> torch.randint(0, 63, (3, 40), generator=generator)
+        slots = torch.randint(-(2**63), 2**63 - 1, (3, 40), generator=generator) >> torch.randint(
+            0, 63, (3, 40), generator=generator
+        )
         lengths = torch.randint(-(2**63), 2**63 - 1, (3,), generator=generator) >> (round_ % 60)
         for path in paths:
-            assert run(library, path, cache, base, slots, lengths).isfinite().all()
+            assert run(library, path, cache, base, slots=slots, lengths=lengths).isfinite().all()
 
 
 def crash(library: cpu.Library, paths: list[cpu.Path]) -> None:
@@ -123,7 +148,7 @@ def crash(library: cpu.Library, paths: list[cpu.Path]) -> None:
     cache = make_cache("v4", page_rows=64, num_pages=3)
     base = guarded(cache)
     cache.num_pages += 1
-    run(library, paths[0], cache, base, torch.arange(192, 256)[None], None)
+    run(library, paths[0], cache, base, slots=torch.arange(192, 256)[None], lengths=None)
 
 
 def poisoned_crash(library: cpu.Library, paths: list[cpu.Path]) -> None:
@@ -132,7 +157,7 @@ def poisoned_crash(library: cpu.Library, paths: list[cpu.Path]) -> None:
     poison = ctypes.CDLL(None).__asan_poison_memory_region
     poison.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     poison(cache.storage.data_ptr() + 5 * 576, 576)
-    run(library, paths[0], cache, cache.storage.data_ptr(), torch.arange(10)[None], None)
+    run(library, paths[0], cache, cache.storage.data_ptr(), slots=torch.arange(10)[None], lengths=None)
 
 
 MODES = {mode.__name__: mode for mode in (guard_pages, poisoned, wild_slots, crash, poisoned_crash)}

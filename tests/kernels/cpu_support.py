@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+
 from kvbridge.kernels import cpu
 from kvbridge.records import Encoding, ScaleRule, get_record
 
@@ -38,9 +39,13 @@ class Cache:
         """[num_pages, page_rows, row_bytes] of one field, sharing the storage."""
         region = next(r for r in get_record(self.record).regions(self.page_rows) if r.name == name)
         shape = (self.num_pages, self.page_rows, region.row_bytes)
-        return torch.as_strided(self.storage, shape, (self.page_stride_bytes, region.row_stride, 1), self.offset_bytes + region.offset)
+        return torch.as_strided(
+            self.storage, shape, (self.page_stride_bytes, region.row_stride, 1), self.offset_bytes + region.offset
+        )
 
-    def arguments(self, slots: torch.Tensor, lengths: torch.Tensor | None = None, row_of_query: torch.Tensor | None = None) -> cpu.CacheArguments:
+    def arguments(
+        self, slots: torch.Tensor, lengths: torch.Tensor | None = None, row_of_query: torch.Tensor | None = None
+    ) -> cpu.CacheArguments:
         return cpu.CacheArguments(
             base=self.storage.data_ptr() + self.offset_bytes,
             num_pages=self.num_pages,
@@ -73,7 +78,14 @@ def random_bytes(encoding: Encoding, shape: tuple[int, ...], generator: torch.Ge
 
 
 def make_cache(
-    record: str, *, page_rows: int, num_pages: int, pad_bytes: int = 0, offset_bytes: int = 0, tail_bytes: int = 64, seed: int = 0
+    record: str,
+    *,
+    page_rows: int,
+    num_pages: int,
+    pad_bytes: int = 0,
+    offset_bytes: int = 0,
+    tail_bytes: int = 64,
+    seed: int = 0,
 ) -> Cache:
     """A cache of random rows; pad bytes and everything outside the payload hold 0xFF, a NaN in every encoding."""
     generator = torch.Generator().manual_seed(seed)
@@ -86,7 +98,9 @@ def make_cache(
         field = cache.region(region.name)
         field.copy_(random_bytes(region.dtype, tuple(field.shape), generator))
         if region.block == "scales" and region.dtype is Encoding.E4M3:
-            field.copy_((torch.rand(field.shape, generator=generator) * 0.4 + 0.05).to(torch.float8_e4m3fn).view(torch.uint8))
+            field.copy_(
+                (torch.rand(field.shape, generator=generator) * 0.4 + 0.05).to(torch.float8_e4m3fn).view(torch.uint8)
+            )
     if found.scale_rule is ScaleRule.EXTERNAL:
         cache.external_scale = 0.0371
     return cache

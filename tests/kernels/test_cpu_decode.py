@@ -6,13 +6,24 @@ import math
 
 import pytest
 import torch
-from kvbridge.kernels import cpu
 
+from kvbridge.kernels import cpu
 from tests.kernels.cpu_support import assert_close, decode, dequantised, make_cache, oracle, round_to_bf16
 
 LIBRARY = cpu.load(emulate_amx=True)
 PATHS = [path for path in cpu.Path if path is not cpu.Path.AUTO]
-RECORDS = ["v4", "v41", "v41_interleaved", "v41_fp4", "v41_fp4_interleaved", "dsa", "v4_bf16", "mla_bf16", "uniform_fp8", "mla_fp8"]
+RECORDS = [
+    "v4",
+    "v41",
+    "v41_interleaved",
+    "v41_fp4",
+    "v41_fp4_interleaved",
+    "dsa",
+    "v4_bf16",
+    "mla_bf16",
+    "uniform_fp8",
+    "mla_fp8",
+]
 
 
 @pytest.fixture(params=PATHS, ids=lambda path: path.name.lower())
@@ -44,9 +55,15 @@ def test_records(path: cpu.Path, record: str) -> None:
 
 @pytest.mark.parametrize("heads", [1, 2, 7, 8, 9, 11, 16, 17, 32, 33, 48, 64, 66, 127, 128])
 def test_heads_and_two_caches(path: cpu.Path, heads: int) -> None:
-    window, extra = make_cache("v41", page_rows=64, num_pages=3), make_cache("v41_fp4", page_rows=2, num_pages=90, pad_bytes=192, seed=1)
+    window, extra = (
+        make_cache("v41", page_rows=64, num_pages=3),
+        make_cache("v41_fp4", page_rows=2, num_pages=90, pad_bytes=192, seed=1),
+    )
     q, sink = queries(2, heads), torch.randn(heads)
-    call = [(window, slots(2, 61, window.capacity), None), (extra, slots(2, 133, extra.capacity).int(), torch.tensor([130, 0]))]
+    call = [
+        (window, slots(2, 61, window.capacity), None),
+        (extra, slots(2, 133, extra.capacity).int(), torch.tensor([130, 0])),
+    ]
     out, lse = decode(LIBRARY, path, q, call, sink=sink)
     want, want_lse = oracle(q, call, sink, 512**-0.5)
     assert_close(out, want)
@@ -81,7 +98,13 @@ def test_e4m3_is_exact_for_every_code_and_scale(path: cpu.Path) -> None:
     codes[(codes & 127) == 127] = 0
     cache.region("values")[:] = codes
     cache.region("scales")[0] = torch.arange(256, dtype=torch.uint8)[:, None].expand(256, 16)
-    out, _ = decode(LIBRARY, path, torch.zeros(256, 1, 512).bfloat16(), [(cache, torch.arange(256)[:, None], None)], dtype=torch.float32)
+    out, _ = decode(
+        LIBRARY,
+        path,
+        torch.zeros(256, 1, 512).bfloat16(),
+        [(cache, torch.arange(256)[:, None], None)],
+        dtype=torch.float32,
+    )
     got, want = out[:, 0].double(), dequantised(cache, torch.arange(256))
     assert torch.equal(got[10:247], want[10:247])
     assert torch.equal(torch.signbit(got[10:247]), torch.signbit(want[10:247])) or (got[10:247] == want[10:247]).all()
@@ -96,7 +119,13 @@ def test_e2m1_is_exact_for_every_code_and_scale(path: cpu.Path) -> None:
     scales = torch.arange(256, dtype=torch.int64)
     scales[(scales & 127) == 127] = 1
     cache.region("scales")[0] = scales.to(torch.uint8)[:, None].expand(256, 32)
-    out, _ = decode(LIBRARY, path, torch.zeros(256, 1, 512).bfloat16(), [(cache, torch.arange(256)[:, None], None)], dtype=torch.float32)
+    out, _ = decode(
+        LIBRARY,
+        path,
+        torch.zeros(256, 1, 512).bfloat16(),
+        [(cache, torch.arange(256)[:, None], None)],
+        dtype=torch.float32,
+    )
     assert torch.equal(out[:, 0].double(), dequantised(cache, torch.arange(256)))
 
 
@@ -107,7 +136,13 @@ def test_fp32_scales_round_once(path: cpu.Path) -> None:
     middle = (257 + 2 * torch.arange(64, dtype=torch.float64)) / 256  # between two bf16
     awkward = torch.stack([middle / 9, middle / 11, middle / 13, middle / 15], 1).float()
     cache.region("scales")[0] = awkward.view(torch.uint8).reshape(64, 16)
-    out, _ = decode(LIBRARY, path, torch.zeros(64, 1, 576).bfloat16(), [(cache, torch.arange(64)[:, None], None)], dtype=torch.float32)
+    out, _ = decode(
+        LIBRARY,
+        path,
+        torch.zeros(64, 1, 576).bfloat16(),
+        [(cache, torch.arange(64)[:, None], None)],
+        dtype=torch.float32,
+    )
     want = dequantised(cache, torch.arange(64))[:, :512]
     assert torch.equal(out[:, 0].double(), want)
     codes = cache.region("nope")[0].contiguous().view(torch.float8_e4m3fn).float().view(64, 4, 128)
@@ -141,7 +176,10 @@ def test_dead_slots_leave_no_trace(path: cpu.Path) -> None:
     q, live = queries(1, 16), slots(1, 120, cache.capacity)
     want, want_lse = decode(LIBRARY, path, q, [(cache, live, None)])
     dead = torch.tensor([-1, cache.capacity, 2**32 + 5, -(2**63), 2**63 - 1, 2**40, -7])
-    mixed = torch.cat([torch.cat([live[0, i : i + 3], dead[i % 7 : i % 7 + 1]]) for i in range(0, 120, 3)] + [slots(1, 9, cache.capacity)[0]])
+    mixed = torch.cat(
+        [torch.cat([live[0, i : i + 3], dead[i % 7 : i % 7 + 1]]) for i in range(0, 120, 3)]
+        + [slots(1, 9, cache.capacity)[0]]
+    )
     out, lse = decode(LIBRARY, path, q, [(cache, mixed[None], torch.tensor([160]))])
     assert torch.equal(out, want) and torch.equal(lse, want_lse)
     narrow = torch.where((live < 0) | (live % 5 == 0), -(2**31), live).int()
@@ -155,7 +193,9 @@ def test_empty_queries(path: cpu.Path) -> None:
     q, picked, lengths = queries(4, 9), slots(4, 40, 128), torch.tensor([40, 0, -3, 7])
     picked[3] = -1
     for flags, empty in ((cpu.Flag(0), -math.inf), (cpu.Flag.LSE_EMPTY_POSITIVE, math.inf)):
-        out, lse = decode(LIBRARY, path, q, [(cache, picked, lengths)], sink=torch.randn(9), flags=flags | cpu.Flag.OWN_THREADS)
+        out, lse = decode(
+            LIBRARY, path, q, [(cache, picked, lengths)], sink=torch.randn(9), flags=flags | cpu.Flag.OWN_THREADS
+        )
         assert (out[1:] == 0).all() and (lse[1:] == empty).all() and lse[0].isfinite().all()
 
 
@@ -183,7 +223,9 @@ def test_lse_options(path: cpu.Path) -> None:
         _, lse = decode(LIBRARY, path, q, [(cache, picked, None)], sink=sink, flags=flags | cpu.Flag.OWN_THREADS)
         assert ((lse - want).abs() <= 1e-5 * want.abs().clamp_min(1)).all()
     empty = torch.full_like(picked, -1)
-    _, lse = decode(LIBRARY, path, q, [(cache, empty, None)], sink=sink, flags=cpu.Flag.LSE_WITH_SINK | cpu.Flag.OWN_THREADS)
+    _, lse = decode(
+        LIBRARY, path, q, [(cache, empty, None)], sink=sink, flags=cpu.Flag.LSE_WITH_SINK | cpu.Flag.OWN_THREADS
+    )
     assert torch.equal(lse, sink.expand(2, 8))
 
 
@@ -239,10 +281,20 @@ def test_batch_does_not_change_bits(path: cpu.Path, heads: int) -> None:
     flags = cpu.Flag.BATCH_INVARIANT | cpu.Flag.OWN_THREADS
     want, want_lse = decode(LIBRARY, path, q, [(cache, picked, lengths)], flags=flags)
     order = torch.tensor([3, 6, 0, 5, 1, 4, 2])
-    out, lse = decode(LIBRARY, path, q[order], [(cache, picked[order], lengths[order])], threads=5, flags=flags, workspace=True)
+    out, lse = decode(
+        LIBRARY, path, q[order], [(cache, picked[order], lengths[order])], threads=5, flags=flags, workspace=True
+    )
     assert torch.equal(out, want[order]) and torch.equal(lse, want_lse[order])
     for i in range(7):
-        one, one_lse = decode(LIBRARY, path, q[i : i + 1], [(cache, picked[i : i + 1], lengths[i : i + 1])], threads=8, flags=flags, workspace=True)
+        one, one_lse = decode(
+            LIBRARY,
+            path,
+            q[i : i + 1],
+            [(cache, picked[i : i + 1], lengths[i : i + 1])],
+            threads=8,
+            flags=flags,
+            workspace=True,
+        )
         assert torch.equal(one, want[i : i + 1]) and torch.equal(one_lse, want_lse[i : i + 1])
 
 
@@ -257,5 +309,7 @@ def test_slots_split_over_threads(path: cpu.Path, threads: int) -> None:
     assert ((lse - want_lse).abs() <= 1e-5 * want_lse.abs().clamp_min(1)).all()
     again, again_lse = decode(LIBRARY, path, q, [(cache, picked, lengths)], sink=sink, threads=threads, workspace=True)
     assert torch.equal(out, again) and torch.equal(lse, again_lse)
-    empty, empty_lse = decode(LIBRARY, path, q, [(cache, picked, torch.zeros(2).long())], sink=sink, threads=threads, workspace=True)
+    empty, empty_lse = decode(
+        LIBRARY, path, q, [(cache, picked, torch.zeros(2).long())], sink=sink, threads=threads, workspace=True
+    )
     assert (empty == 0).all() and (empty_lse == -math.inf).all()

@@ -11,18 +11,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvbridge.kernels import cpu, cpu_build
 
+from kvbridge.kernels import cpu, cpu_build
 from tests.kernels.cpu_support import decode, make_cache
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = cpu.load(emulate_amx=True)
-ANY_INT64 = st.one_of(st.integers(-(2**63), 2**63 - 1), st.integers(-3, 200), st.sampled_from([2**32 + 5, 2**31, -(2**31), 2**63 - 1]))
+ANY_INT64 = st.one_of(
+    st.integers(-(2**63), 2**63 - 1), st.integers(-3, 200), st.sampled_from([2**32 + 5, 2**31, -(2**31), 2**63 - 1])
+)
 
 
 def child(mode: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tests.kernels.cpu_memory_child", mode]
-    return subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=500, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=500, check=False
+    )
 
 
 @pytest.mark.parametrize("mode", ["guard_pages", "wild_slots"])
@@ -39,13 +43,17 @@ def test_guard_pages_notice_a_wrong_page_count() -> None:
 def test_address_sanitizer() -> None:
     """Pads, dead rows and surroundings poisoned; q, out and scratch under the allocator's red zones."""
     compiler = cpu_build.find_compiler()
-    runtime = subprocess.run([*compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True).stdout.strip()
-    if not os.path.isabs(runtime):
+    runtime = subprocess.run(
+        [*compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    if not Path(runtime).is_absolute():
         pytest.skip(f"{compiler[0]} has no libasan.so to preload")
     options = "detect_leaks=0:handle_segv=0:use_sigaltstack=0:verify_asan_link_order=0"
-    result = child("poisoned_crash", LD_PRELOAD=os.path.realpath(runtime), ASAN_OPTIONS=options)
-    assert result.returncode != 0 and "use-after-poison" in result.stderr, "the sanitizer did not see a read of poisoned bytes"
-    result = child("poisoned", LD_PRELOAD=os.path.realpath(runtime), ASAN_OPTIONS=options)
+    result = child("poisoned_crash", LD_PRELOAD=str(Path(runtime).resolve()), ASAN_OPTIONS=options)
+    assert result.returncode != 0 and "use-after-poison" in result.stderr, (
+        "the sanitizer did not see a read of poisoned bytes"
+    )
+    result = child("poisoned", LD_PRELOAD=str(Path(runtime).resolve()), ASAN_OPTIONS=options)
     assert result.returncode == 0 and "survived poisoned" in result.stdout, result.stderr[-3000:]
 
 
