@@ -160,7 +160,8 @@ def _named_option(
     if one != other and (one or other):
         # Engines count draft tokens differently, so across engines only "on" against "off" is certain.
         certain = breaks or not (one and other)
-        yield FieldDifference(f"options.{field or other_field}", one, other, consequence, certain)
+        named = " | ".join(dict.fromkeys(name for name in (field, other_field) if name))
+        yield FieldDifference(f"options.{named}", one, other, consequence, certain)
 
 
 def _option(manifest: Manifest, names: tuple[str, ...]) -> tuple[str, int | str | bool | None]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import gcd
 from typing import TYPE_CHECKING
 
 from kvbridge.errors import PageSplitError, PageStrideError
@@ -80,15 +79,14 @@ def audit_chunk(manifest: Manifest, *, tokens: int, sizes: Mapping[str, int]) ->
     for name, size in sizes.items():
         if size == planned:
             continue
-        common = gcd(size, planned)
-        ratio = f"{size // common}:{planned // common}" if common else f"{size}:{planned}"
+        ratio = f"{size / planned:.4g} times the plan" if planned else "the plan holds nothing"
         found.append(
             finding(
                 "chunk-size",
                 name,
                 got=size,
                 expected=planned,
-                detail=f"{tokens} tokens: {pools}; ratio {ratio}; {', '.join(right) or 'nobody'} matches the plan",
+                detail=f"{tokens} tokens: {pools}; {ratio}; {', '.join(right) or 'nobody'} matches the plan",
             )
         )
     return tuple(found)
