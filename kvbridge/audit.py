@@ -19,7 +19,7 @@ from kvbridge.errors import KindError
 from kvbridge.layout import PageLayout, PoolKind, violations
 from kvbridge.manifest import DeclaredManifest, Manifest
 from kvbridge.placement import AnyManifest, AnyPool, layer_findings, pool_labels, pools_of, sharing_findings
-from kvbridge.rules import Finding, finding, finding_of
+from kvbridge.rules import Finding, Severity, finding, finding_of
 
 __all__ = ["audit_declared", "audit_manifest", "audit_placement", "pool_labels"]
 
@@ -76,11 +76,24 @@ def _storage_findings(manifest: AnyManifest) -> Iterator[Finding]:
             field = f"storages[{place}].storage_bytes"
             yield finding("storage-size", field, got=storage.storage_bytes, expected="at least 0")
     yield from _rank_findings(manifest)
+    yield from _memory_findings(manifest)
+
+
+def _memory_findings(manifest: AnyManifest) -> Iterator[Finding]:
+    """Use above the budget: a note as far as reserved pages explain it (SGLang adds them on top), an error beyond."""
     memory = manifest.memory
-    if memory is not None and memory.used_bytes > memory.budget_bytes:
-        yield finding(
-            "memory-budget", "memory.used_bytes", got=memory.used_bytes, expected=f"at most {memory.budget_bytes}"
-        )
+    if memory is None or memory.used_bytes <= memory.budget_bytes:
+        return
+    excess = memory.used_bytes - memory.budget_bytes
+    reserved = sum(pool.reserved_pages * pool.page_stride_bytes * len(pool.layers) for pool in pools_of(manifest))
+    yield finding(
+        "memory-budget",
+        "memory.used_bytes",
+        got=memory.used_bytes,
+        expected=f"at most {memory.budget_bytes}",
+        detail=f"excess {excess}, of which reserved pages explain {min(excess, max(reserved, 0))}",
+        severity=Severity.NOTE if excess <= reserved else Severity.ERROR,
+    )
 
 
 def _pool_findings(pool: AnyPool, label: str) -> Iterator[Finding]:

@@ -145,7 +145,7 @@ class _Placed:
 
 
 def sharing_findings(manifest: AnyManifest) -> Iterator[Finding]:
-    """Layers over the same bytes: inside a group an error, or a warning for tail pads; for groups one note a storage."""
+    """Layers over the same bytes: an error or, for tail pads, a warning in a group; between groups a note."""
     storages: dict[str, list[_Placed]] = defaultdict(list)
     for pool, label in zip(pools_of(manifest), pool_labels(manifest), strict=True):
         for place, layer in enumerate(pool.layers):

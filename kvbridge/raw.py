@@ -291,6 +291,8 @@ def _page_stride(raw: RawTensor, tensor: TensorShape, payload: int) -> int:
 
 def _told_once(raw: RawTensor, tensor: TensorShape, faults: list[LayoutError]) -> list[LayoutError]:
     """Leaves out what follows from an unknown row, and adds the width that the stride's faults hide."""
+    if raw.kind is PoolKind.INDEX_ONLY:
+        return faults
     row_bytes = _row_bytes(raw)
     if row_bytes == 0 or raw.page_rows <= 0:
         return [fault for fault in faults if not isinstance(fault, KindError)]
@@ -354,7 +356,7 @@ def _slot_findings(raw: RawTensor, geometry: Geometry | None) -> tuple[Finding, 
     return check_slots(
         slots,
         lengths,
-        capacity_rows=2**63 - 1 if pages is None else pages * max(raw.page_rows, 0),
+        capacity_rows=2**63 - 1 if pages is None else max(pages, 0) * max(raw.page_rows, 0),
         page_rows=raw.page_rows,
         reserved_pages=raw.reserved_pages,
         pool=raw.pool,

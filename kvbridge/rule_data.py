@@ -151,9 +151,9 @@ RULES = _catalogue(
         "memory-budget",
         _ERROR,
         "A plan that uses more than its budget",
-        "used_bytes must not exceed budget_bytes.",
-        "the allocation fails, or other memory is taken",
-        "Plan fewer blocks.",
+        "used_bytes must not exceed budget_bytes by more than the reserved pages, which SGLang adds on top.",
+        "the allocation fails, or memory set aside for something else is taken",
+        "Plan fewer blocks, or leave room for the reserved pages.",
     ),
     (
         "waste",

@@ -109,6 +109,7 @@ def at_least(table: torch.Tensor, bound: int) -> torch.Tensor:
     """bool: table >= bound, for bounds that the table's dtype cannot hold too."""
     import torch
 
-    if bound > torch.iinfo(table.dtype).max:
+    limits = torch.iinfo(table.dtype)
+    if bound > limits.max:
         return torch.zeros_like(table, dtype=torch.bool)
-    return table >= bound
+    return table >= max(bound, limits.min)

@@ -14,6 +14,7 @@ from kvbridge.manifest import (
     EngineId,
     LayerPlacement,
     Manifest,
+    MemoryPlan,
     Pool,
     Storage,
     dump_manifests,
@@ -102,10 +103,17 @@ def pool(
     **fields: object,
 ) -> Pool:
     layout = PageLayout.for_rows(
-        record, page_rows=rows, policy=policy, alignment=alignment, page_stride_bytes=stride, num_pages=pages, pool=name
+        record,
+        page_rows=rows,
+        policy=policy,
+        alignment=alignment,
+        page_stride_bytes=stride,
+        num_pages=pages,
+        pool=name,
+        **fields,
     )
     layers = tuple(LayerPlacement(name=f"{name}.{n}", offset_bytes=offset) for n, offset in enumerate(offsets))
-    return Pool(**layout.model_dump(), group=group, storage=storage, layers=layers, **fields)
+    return Pool(**layout.model_dump(), group=group, storage=storage, layers=layers)
 
 
 def manifest(*pools: Pool, storage_bytes: int | None = SLAB * BLOCKS) -> Manifest:
@@ -263,3 +271,13 @@ def test_overlap_of_slabs_of_terabytes_is_immediate():
     assert a.offset + page * a.stride == b.offset + other * b.stride
     assert page == 1 and astuple(a)[2] == OPEN_PAGES
     assert first_overlap(PageRun(0, 2, OPEN_PAGES, 1), PageRun(1, 2, OPEN_PAGES, 1)) is None
+
+
+@pytest.mark.parametrize(("excess", "severity"), [(0, None), (1, "note"), (SLAB, "note"), (SLAB + 1, "error")])
+def test_reserved_pages_may_come_on_top_of_a_budget(excess, severity):
+    """SGLang's pools hold one page more than the budget was divided into."""
+    memory = MemoryPlan(budget_bytes=10**9, used_bytes=10**9 + excess, num_blocks=1, tokens=64, reason="")
+    planned = manifest(pool("c4", [0], reserved_pages=1)).model_copy(update={"memory": memory})
+    findings = audit_manifest(planned)
+    assert [finding.severity.value for finding in findings] == ([severity] if severity else [])
+    assert all(f"excess {excess}, of which reserved pages explain {min(excess, SLAB)}" in f.message for f in findings)
