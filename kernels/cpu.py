@@ -48,8 +48,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ABI",
+    "MAX_CACHES",
     "BoundCall",
     "CacheArguments",
+    "CacheStructure",
+    "CallStructure",
     "CpuCallError",
     "Flag",
     "Library",

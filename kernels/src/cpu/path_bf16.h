@@ -6,6 +6,7 @@
 //   weights [BLOCK_ROWS / 2][heads][2] bf16  two rows side by side
 //   sums    [d_v / 16][heads][16] fp32       = sums * correction + weights^T . values
 #pragma once
+#include "pairs.h"
 
 namespace {
 
@@ -79,11 +80,6 @@ inline void soften(const Buffers& b, int32_t rows, int32_t padded, float scale2,
   }
 }
 
-inline void clear_rows(const Buffers& b, int32_t from, int32_t to, int32_t depth) {
-  for (int32_t n = from; n < to; n++)
-    for (int32_t i = 0; i < depth / 32; i++) _mm512_store_si512(b.keys + i * KEY_CHUNK + n * 32, _mm512_setzero_si512());
-}
-
 inline int64_t buffer_bytes(int64_t padded, int64_t depth) {
   return 2 * (padded * depth + KEY_CHUNK / 32 * depth + BLOCK_ROWS * KVB_DV) + 4 * BLOCK_ROWS * padded + 2 * EXTRA_WEIGHTS * BLOCK_ROWS * padded + 64 + 4 * padded + 4 * partial_floats(padded);
 }
@@ -91,7 +87,7 @@ inline int64_t buffer_bytes(int64_t padded, int64_t depth) {
 int64_t scratch_bytes(const kvb_call* call, int32_t padded) { return buffer_bytes(padded, call->d_qk); }
 
 void run_item(const kvb_call* call, const Item* item, void* scratch) {
-  const int64_t padded = item->padded, depth = call->d_qk, slab = BLOCK_ROWS / 2 * 32;
+  const int64_t padded = item->padded, depth = call->d_qk;
   bf16* at = static_cast<bf16*>(scratch);
   Buffers b;
   b.queries = at; at += padded * depth;
@@ -116,9 +112,7 @@ void run_item(const kvb_call* call, const Item* item, void* scratch) {
     for (int32_t block = 0; count > 0; block++) {
       const Row* now = rows[block & 1];
       const int32_t padded_rows = (count + ROW_STEP - 1) / ROW_STEP * ROW_STEP;
-      for (int32_t n = 0; n < count; n++) decode_row_bf16(now[n], b.keys + n * 32, KEY_CHUNK);
-      clear_rows(b, count, padded_rows, call->d_qk);
-      for (int32_t n = 0; n < padded_rows; n += 2) interleave_rows(b.keys + n * 32, KEY_CHUNK, b.values + n / 2 * 32, slab);
+      load_block(b, now, count, padded_rows, call->d_qk, padded);
       Ahead ahead = {rows[(block + 1) & 1], walk.next(rows[(block + 1) & 1], BLOCK_ROWS), 0};
       score_block(b, padded_rows, call->d_qk, item->padded, ahead);
       soften(b, count, item->padded, scale2, block == 0);

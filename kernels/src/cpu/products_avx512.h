@@ -79,15 +79,7 @@ inline void score_strip(const Buffers& b, int32_t count, int32_t depth, int32_t 
 
 // Up to 8 heads: lanes hold parts of one dot product instead of heads, so that no lane is idle; 16 sums (2 rows of 8
 // heads) are then added across lanes together.
-inline void score_few(const bf16* keys, const bf16* queries, int32_t depth, float* scores) {
-  __m512 sum[16];
-  for (int i = 0; i < 16; i++) sum[i] = _mm512_setzero_ps();
-  for (int32_t d = 0; d < depth; d += 32, keys += KEY_CHUNK, queries += 8 * 32)
-    for (int h = 0; h < 8; h++) {
-      const __m512bh q = line_of(queries + h * 32);
-      sum[h] = _mm512_dpbf16_ps(sum[h], q, line_of(keys));
-      sum[8 + h] = _mm512_dpbf16_ps(sum[8 + h], q, line_of(keys + 32));
-    }
+__attribute__((always_inline)) inline void store_few(__m512* sum, float* scores) {
   for (int i = 0; i < 8; i++) sum[i] = _mm512_add_ps(_mm512_unpacklo_ps(sum[2 * i], sum[2 * i + 1]), _mm512_unpackhi_ps(sum[2 * i], sum[2 * i + 1]));
   for (int i = 0; i < 4; i++) {
     const __m512d a = _mm512_castps_pd(sum[2 * i]), b = _mm512_castps_pd(sum[2 * i + 1]);
@@ -99,17 +91,22 @@ inline void score_few(const bf16* keys, const bf16* queries, int32_t depth, floa
   _mm512_store_ps(scores + 16, _mm512_zextps256_ps512(_mm512_extractf32x8_ps(sum[0], 1)));
 }
 
+inline void score_few(const bf16* keys, const bf16* queries, int32_t depth, float* scores) {
+  __m512 sum[16] = {};
+  for (int32_t d = 0; d < depth; d += 32, keys += KEY_CHUNK, queries += FEW_HEADS * 32)
+    for (int h = 0; h < FEW_HEADS; h++) {
+      const __m512bh q = line_of(queries + h * 32);
+      sum[h] = _mm512_dpbf16_ps(sum[h], q, line_of(keys));
+      sum[FEW_HEADS + h] = _mm512_dpbf16_ps(sum[FEW_HEADS + h], q, line_of(keys + 32));
+    }
+  store_few(sum, scores);
+}
+
 template <class Next>
 inline void score_block(const Buffers& b, int32_t rows, int32_t depth, int32_t padded, Next& ahead) {
   const int32_t strips = (padded + 31) / 32, share = (ahead.count * 12 + rows * strips - 1) / (rows * strips);
   int32_t h = 0;
-  if (b.few) {
-    for (int32_t n = 0; n < rows; n += 2) {
-      ahead.fetch(share / 6 + 1);
-      score_few(b.keys + n * 32, b.queries, depth, b.scores + n * padded);
-    }
-    h = padded;
-  }
+  if (b.few) h = padded;          // done while the rows were loaded
   for (; h + 32 <= padded; h += 32) score_strip<12, 2>(b, rows, depth, padded, h, ahead, share);
   for (; h < padded; h += 16) score_strip<12, 1>(b, rows, depth, padded, h, ahead, share);
   ahead.fetch(ahead.count);
@@ -124,8 +121,8 @@ inline void value_rest(const Buffers& b, int32_t h, int32_t left, int64_t padded
   }
 }
 
-inline void value_block(const Buffers& b, int32_t rows, const Item* item, bool first) {
-  constexpr int32_t heads = 6, vectors = 4;
+template <int heads, int vectors>
+inline void value_strips(const Buffers& b, int32_t rows, const Item* item, bool first) {
   const int32_t pairs = (rows + 1) / 2;
   for (int32_t d = 0; d < KVB_DV / 16; d += vectors) {
     const bf16* values = b.values + static_cast<int64_t>(d) * (BLOCK_ROWS / 2) * 32;
@@ -134,6 +131,10 @@ inline void value_block(const Buffers& b, int32_t rows, const Item* item, bool f
     for (; h + heads <= item->heads; h += heads) value_tile<heads, vectors>(values, b.weights + 2 * h, item->padded, pairs, sums + h * 16, b.corrections + h, first);
     if (h < item->heads) value_rest<vectors, heads - 1>(b, h, item->heads - h, item->padded, pairs, values, sums, first);
   }
+}
+
+inline void value_block(const Buffers& b, int32_t rows, const Item* item, bool first) {
+  if (item->heads == 8) value_strips<8, 2>(b, rows, item, first); else value_strips<6, 4>(b, rows, item, first);
 }
 
 inline void products_begin() {}

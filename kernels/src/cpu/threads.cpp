@@ -4,7 +4,9 @@
 // threads are warm, bound to their cores and counted. Elsewhere, in a forked child (whose copy of that runtime has
 // lost its threads) and on request, it runs in this library's own threads. There the caller works too and waits only
 // for helpers that have begun, so a helper that is scheduled late costs nothing; a second caller works alone.
+#include <dirent.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdlib.h>
 #include <time.h>
 #include "item.h"
@@ -50,7 +52,27 @@ void spin(const int32_t* value, bool until_zero) {
   } while (now() < end);
 }
 
+// An engine may have bound the thread that starts helpers to one core. Helpers may use every core that any thread of
+// this process may use.
+void use_cores_of_process() {
+#if defined(__linux__)
+  constexpr size_t words = 128;
+  unsigned long all[words] = {}, one[words];
+  DIR* tasks = opendir("/proc/self/task");
+  if (!tasks) return;
+  while (const dirent* task = readdir(tasks)) {
+    const int id = atoi(task->d_name);
+    for (unsigned long& word : one) word = 0;
+    if (id <= 0 || sched_getaffinity(id, sizeof one, reinterpret_cast<cpu_set_t*>(one)) != 0) continue;
+    for (size_t i = 0; i < words; i++) all[i] |= one[i];
+  }
+  closedir(tasks);
+  sched_setaffinity(0, sizeof all, reinterpret_cast<const cpu_set_t*>(all));
+#endif
+}
+
 void* help(void*) {
+  use_cores_of_process();
   for (;;) {
     spin(&pool.openings, false);
     pthread_mutex_lock(&pool.lock);
@@ -137,7 +159,8 @@ KVB_HIDDEN void kvb_parallel(const kvb_call* call, int32_t threads, void (*body)
   if (threads <= 1) {
     body(context);
   } else if (call->parallel && !(call->flags & KVB_OWN_THREADS) && !pool.forked) {
-    reinterpret_cast<Team>(call->parallel)(body, context, static_cast<unsigned>(threads), 0);
+    // Always the full team: a smaller one would make the runtime end threads that the engine's next operation needs.
+    reinterpret_cast<Team>(call->parallel)(body, context, static_cast<unsigned>(call->threads), 0);
   } else {
     run_in_pool(threads, body, context);
   }

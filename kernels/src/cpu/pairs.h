@@ -1,0 +1,65 @@
+// Brings rows into keys and values two at a time. The common records, e4m3 with power-of-two scales, are decoded,
+// stored and interleaved in one pass over registers; every other pair goes row by row through memory. With few heads the
+// scores of a pair are summed at once, so that its keys never leave the first cache.
+#pragma once
+
+namespace {
+
+// The next 32 values of both rows: to keys and to values.
+inline void place(__m512i a, __m512i b, int32_t i, bf16* keys, bf16* values) {
+  constexpr int64_t slab = BLOCK_ROWS / 2 * 32;
+  _mm512_store_si512(keys + i * KEY_CHUNK, a);
+  _mm512_store_si512(keys + i * KEY_CHUNK + 32, b);
+  _mm512_store_si512(values + 2 * i * slab, _mm512_unpacklo_epi16(a, b));
+  _mm512_store_si512(values + (2 * i + 1) * slab, _mm512_unpackhi_epi16(a, b));
+}
+
+// False when a scale or code needs the slow way; then what was written is to be written again.
+template <int per_64>
+inline bool decode_pair(const Row& a, const Row& b, bf16* keys, bf16* values) {
+  const kvb_record& r = *a.record;
+  __mmask64 nan = 0;
+  uint32_t rare = 0;
+  for (int32_t i = 0; i < r.values / 64; i++) {
+    const __m512i x = _mm512_loadu_si512(a.codes + 64 * i), y = _mm512_loadu_si512(b.codes + 64 * i);
+    nan |= nan_codes(x) | nan_codes(y);
+    const uint8_t *s = a.scales + per_64 * i, *t = b.scales + per_64 * i;
+    rare |= !plain_scale(s[0]) | !plain_scale(t[0]) | !plain_scale(s[per_64 - 1]) | !plain_scale(t[per_64 - 1]);
+    __m512i x0, x1, y0, y1;
+    widen(x, x0, x1);
+    widen(y, y0, y1);
+    place(add_exponent(x0, s[0]), add_exponent(y0, t[0]), 2 * i, keys, values);
+    place(add_exponent(x1, s[per_64 - 1]), add_exponent(y1, t[per_64 - 1]), 2 * i + 1, keys, values);
+  }
+  for (int32_t i = 0; i < r.tail_values / 32; i++) {
+    const int32_t at = r.tail_offset_bytes + 64 * i;
+    place(_mm512_loadu_si512(a.codes + at), _mm512_loadu_si512(b.codes + at), r.values / 32 + i, keys, values);
+  }
+  return rare == 0 && nan == 0;
+}
+
+inline bool decode_common_pair(const Row& a, const Row& b, bf16* keys, bf16* values) {
+  const kvb_record& r = *a.record;
+  if (a.record != b.record || r.scale != KVB_SCALE_UE8M0) return false;
+  return r.group == 32 ? decode_pair<2>(a, b, keys, values) : decode_pair<1>(a, b, keys, values);
+}
+
+inline void clear_row(bf16* keys, int32_t depth) {
+  for (int32_t i = 0; i < depth / 32; i++) _mm512_store_si512(keys + i * KEY_CHUNK, _mm512_setzero_si512());
+}
+
+// Fills rows 0..padded_rows-1 of a block: `count` live rows, then zeros.
+inline void load_block(const Buffers& b, const Row* rows, int32_t count, int32_t padded_rows, int32_t depth, int64_t padded) {
+  for (int32_t n = 0; n < padded_rows; n += 2) {
+    bf16 *keys = b.few ? b.keys : b.keys + n * 32, *values = b.values + n / 2 * 32;
+    if (n + 1 >= count || !decode_common_pair(rows[n], rows[n + 1], keys, values)) {
+      for (int32_t i = 0; i < 2; i++) {
+        if (n + i < count) decode_row_bf16(rows[n + i], keys + i * 32, KEY_CHUNK); else clear_row(keys + i * 32, depth);
+      }
+      interleave_rows(keys, KEY_CHUNK, values, BLOCK_ROWS / 2 * 32);
+    }
+    if (b.few) score_few(keys, b.queries, depth, b.scores + n * padded);
+  }
+}
+
+}  // namespace
