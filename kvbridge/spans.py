@@ -278,7 +278,8 @@ class Placement:
         """
         if not numbers:
             return
-        for number in (min(numbers), max(numbers)):
+        ends = (numbers[0], numbers[-1]) if isinstance(numbers, range) else (min(numbers), max(numbers))
+        for number in ends:
             if not 0 <= number < limit:
                 raise SlotError(field, got=number, expected=f"0 <= number < {limit}", detail=self._about())
 
