@@ -90,10 +90,12 @@ def engine_arguments(model: Any, options: Mapping[str, OptionValue], release: st
 
     length = int(options["max-model-len"]) or min(model.max_model_len, 4096)
     plan_options = {**options, "max-model-len": length}
+    num_blocks, num_bytes = cache_size(ENGINE, PlanRequest(model, release, plan_options))
     arguments: dict[str, Any] = {
         "max_model_len": length,
         "max_num_batched_tokens": max(int(options["max-num-batched-tokens"]), length),
-        "kv_cache_memory_bytes": cache_bytes(ENGINE, PlanRequest(model, release, plan_options)),
+        "num_gpu_blocks_override": num_blocks,
+        "kv_cache_memory_bytes": num_bytes,  # else vLLM reserves most of the machine's memory
         "async_scheduling": bool(options["async-scheduling"]),
     }
     if options["block-size"]:
@@ -111,8 +113,8 @@ def engine_arguments(model: Any, options: Mapping[str, OptionValue], release: st
     return arguments
 
 
-def cache_bytes(engine: Any, request: PlanRequest) -> int:
-    """Bytes of the blocks asked for, or of those that hold one sequence of the longest length and the null block."""
+def cache_size(engine: Any, request: PlanRequest) -> tuple[int, int]:
+    """Blocks asked for, or those that hold one sequence of the longest length and the null block; and their bytes."""
     from kvbridge.engine import resolve_options
     from kvbridge.engines.vllm.grouping import block_bytes, make_groups
     from kvbridge.engines.vllm.layers import is_packed, layer_specs
@@ -124,7 +126,7 @@ def cache_bytes(engine: Any, request: PlanRequest) -> int:
     packed = is_packed(request.model, specs)
     groups = make_groups(specs, packed=packed)
     num_blocks = settings.num_blocks or blocks_per_request(groups, settings, settings.max_model_len) + 1
-    return num_blocks * block_bytes(groups, packed=packed)
+    return num_blocks, num_blocks * block_bytes(groups, packed=packed)
 
 
 def start_engine(model: Path, arguments: Mapping[str, Any]) -> None:

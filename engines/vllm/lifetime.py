@@ -1,7 +1,7 @@
 """Is the memory under a view still vLLM's KV cache? Sleep, wake-up and re-allocation leave no trace in a tensor.
 
     sleep(level)             unmaps the cache's pages; address and size of the tensor stay     -> asleep
-    wake_up(tags)            maps fresh pages at the same addresses; old contents are gone     -> live, not contents_kept
+    wake_up(tags)            maps fresh pages at the same addresses; contents are gone    -> live, not contents_kept
     allocate_kv_cache again  another storage (elastic scaling, a profiling run before)         -> replaced
     storage freed, resized or moved                                                            -> freed, resized, moved
 

@@ -1,7 +1,7 @@
 """Runs in vLLM's interpreter: adapters over real allocations; prints what happened as JSON.
 
 allocation view [B, 1, N, C] --views_of--> PageView on the same storage
-bound view of a smaller kernel block --> refused        altered stride --> finding        asleep, replaced --> told apart
+bound view of smaller kernel blocks --> refused   altered stride --> finding   asleep, replaced --> told apart
 """
 
 from __future__ import annotations
