@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from kvbridge.errors import SpanError
 from kvbridge.layout import PoolKind
-from kvbridge.runs import SpanBuilder, SpanRun, Spans, as_numbers, join_spans, progressions
+from kvbridge.overlap import overlapping_pairs
+from kvbridge.runs import SpanBuilder, Spans, as_numbers, join_spans, progressions
 from kvbridge.spans import Operation, Placement
 
 if TYPE_CHECKING:
@@ -81,27 +82,19 @@ def require_disjoint(places: list[Placement]) -> None:
     """Refuses layers of one group and storage that share bytes, tail pads included.
 
     Args:
-        places: Placements in one storage, ascending by start.
+        places: Placements in one storage.
 
     Raises:
         SpanError: Two of them overlap; both are named.
     """
-    runs = [
-        (place, SpanRun(place.start, place.layout.page_bytes, place.layout.page_stride_bytes, place.num_pages))
-        for place in places
-        if place.num_pages
-    ]
-    slab = _is_one_slab(places)
-    for number, (place, run) in enumerate(runs):
-        # In one slab, ascending layers that overlap at all overlap a neighbour.
-        for other, other_run in runs[number + 1 : number + 2 if slab else None]:
-            if run.overlaps(other_run):
-                raise SpanError(
-                    "layers",
-                    got=f"{place.name} at {place.start} and {other.name} at {other.start} overlap",
-                    expected="layers of one group that share no byte",
-                    detail=f"pages of {run.length} and {other_run.length} bytes, stride {run.stride}",
-                )
+    for one, other, _, _ in overlapping_pairs([place.run(Operation.CLEAR).page_run for place in places]):
+        first, second = places[one], places[other]
+        raise SpanError(
+            "layers",
+            got=f"{first.name} at {first.start} and {second.name} at {second.start} overlap",
+            expected="layers of one group that share no byte",
+            detail=f"pages of {first.layout.page_bytes} and {second.layout.page_bytes} bytes",
+        )
 
 
 def _storage_spans(places: list[Placement], numbers: range | list[int], operation: Operation) -> Spans:

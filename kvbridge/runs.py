@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from operator import index
 from typing import Any, NamedTuple
 
+from kvbridge.overlap import PageRun, first_overlap
+
 
 class Span(NamedTuple):
     """A byte range.
@@ -52,32 +54,14 @@ class SpanRun:
     def __iter__(self) -> Iterator[Span]:
         return (Span(self.start + number * self.stride, self.length) for number in range(self.count))
 
+    @property
+    def page_run(self) -> PageRun:
+        """The same bytes in the form that `overlap` takes."""
+        return PageRun(self.start, self.stride or self.length, self.count, self.length)
+
     def overlaps(self, other: SpanRun) -> bool:
-        """Whether any byte lies in both runs.
-
-        Exact for any two strides; constant time where the strides agree or a run is a single span.
-        """
-        if self.end <= other.start or other.end <= self.start:
-            return False
-        few, many = (self, other) if self.count <= other.count else (other, self)
-        if few.stride == many.stride and few.stride:
-            # few.start + k * stride against many.start, for k = how many spans one is ahead of the other
-            ahead = many.start - few.start
-            first = max(-(-(ahead - few.length + 1) // few.stride), 1 - many.count)
-            last = min((ahead + many.length - 1) // few.stride, few.count - 1)
-            return first <= last
-        return any(many.touches(span) for span in few)
-
-    def touches(self, span: Span) -> bool:
-        """Whether any byte of a span lies in this run."""
-        start, length = span
-        if start >= self.end or start + length <= self.start:
-            return False
-        if self.count == 1:
-            return True
-        first = max(-(-(start - self.start - self.length + 1) // self.stride), 0)
-        last = min((start + length - 1 - self.start) // self.stride, self.count - 1)
-        return first <= last
+        """Whether any byte lies in both runs; exact for any two strides, and as fast for many spans as for few."""
+        return first_overlap(self.page_run, other.page_run) is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -238,10 +238,11 @@ class Placement:
 
     def touches(self, span: Span) -> bool:
         """Whether a span touches any payload byte of this layer."""
-        layout = self.layout
-        return bool(self.num_pages) and SpanRun(
-            self.start, layout.payload_bytes, layout.page_stride_bytes, self.num_pages
-        ).touches(span)
+        return self.run(Operation.READ).overlaps(SpanRun(*span))
+
+    def run(self, operation: Operation) -> SpanRun:
+        """All pages as one run of unjoined spans."""
+        return SpanRun(self.start, self.extent(operation), self.layout.page_stride_bytes, self.num_pages)
 
     def _add_slots(self, builder: SpanBuilder, first: int, end: int) -> None:
         """Adds the rows [first, end): a partial page, whole pages, a partial page."""
