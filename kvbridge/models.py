@@ -250,8 +250,11 @@ def _ratios_by_type(config: Mapping[str, Any], num_layers: int) -> tuple[int, ..
         return tuple(4 if layer >= 2 and layer % 2 else 128 for layer in range(num_layers))
     if not isinstance(types, list):
         raise ManifestError(f"layer_types: got {types!r}, expected a list")
-    rates = {**_LAYER_TYPES, **(config.get("compress_rates") or {})}
-    unknown = [name for name in types if name not in _LAYER_TYPES]
+    given = config.get("compress_rates") or {}
+    if not isinstance(given, Mapping):
+        raise ManifestError(f"compress_rates: got {given!r}, expected an object")
+    rates = {**_LAYER_TYPES, **given}
+    unknown = [name for name in types if not isinstance(name, str) or name not in _LAYER_TYPES]
     if unknown:
         raise ManifestError(f"layer_types: got {unknown[0]!r}, expected one of {sorted(_LAYER_TYPES)}")
     return _integers({"compress_rates": [rates[name] for name in types]}, "compress_rates")
@@ -274,7 +277,8 @@ def _index_sources(config: Mapping[str, Any], family: Family, num_layers: int) -
             frequency=_integer(config, "index_topk_freq", default=1, minimum=1),
             offset=_integer(config, "index_skip_topk_offset", default=2, minimum=1),
         )
-    if not isinstance(modes, str | list):
+    known = ("F", "S", "full", "shared")
+    if not isinstance(modes, str | list) or any(mode not in known for mode in modes):
         raise ManifestError(f"indexer_types: got {modes!r}, expected a list of full and shared, or a text of F and S")
     shared = {layer for layer, mode in enumerate(modes) if mode in ("S", "shared")}
     return tuple(layer for layer in range(num_layers) if layer not in shared) if shared else ()
