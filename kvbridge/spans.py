@@ -293,10 +293,12 @@ class Placement:
 def row_blocks(layout: PageLayout) -> tuple[Span, ...]:
     """Blocks of dense rows in a page, as (offset in the page, bytes of one row): split pages have data and scales."""
     blocks: list[Span] = []
+    row_stride = 0
     for region in layout.regions:
-        last = blocks[-1] if blocks else None
-        if last is not None and region.offset == last.start + last.length and last.length < region.row_stride:
-            blocks[-1] = Span(last.start, last.length + region.row_bytes)
+        # Fields of one block fill its row; with one row in a page the next block follows at once, so compare strides.
+        if region.row_stride == row_stride and blocks[-1].length < row_stride:
+            blocks[-1] = Span(blocks[-1].start, blocks[-1].length + region.row_bytes)
         else:
             blocks.append(Span(region.offset, region.row_bytes))
+            row_stride = region.row_stride
     return tuple(blocks)
