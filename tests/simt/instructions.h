@@ -15,12 +15,10 @@ inline void land(const Copy& copy) {
   else
     memset(copy.target, 0, copy.bytes);
 }
-// A write of the destination that ThreadSanitizer sees as the thread's own.
+// From issue to wait the destination belongs to the copy: it holds NaN patterns, and ThreadSanitizer sees a write of the
+// issuing thread at either end.
 inline void mark(const Copy& copy) {
-#if defined(__SANITIZE_THREAD__)
   for (unsigned byte = 0; byte < copy.bytes; byte += 8) static_cast<volatile uint64_t*>(copy.target)[byte / 8] = ~0ull;
-#endif
-  (void)copy;
 }
 inline void count_copy(const Copy& copy) {
   ++counters.copies;
@@ -81,10 +79,11 @@ inline float accumulate(float sum, float term) {
 }  // namespace simt
 
 template <int Bytes> void copy_async(void* target, const void* source, bool live) {
-  sanitizers::Ignore ignore;
   if (reinterpret_cast<uintptr_t>(target) % Bytes) simt::fail("cp.async: target %p is misaligned", target);
   if (reinterpret_cast<uintptr_t>(source) % Bytes) simt::fail("cp.async: source %p is misaligned", source);
   const simt::Copy copy{target, source, Bytes, live};
+  simt::mark(copy);
+  sanitizers::Ignore ignore;
   if (simt::options.count) simt::count_copy(copy);
   if (simt::options.copies_at_issue) simt::land(copy);
   simt::current->open.push_back(copy);
@@ -104,14 +103,12 @@ template <int Pending> void copy_wait() {
       group = std::move(groups.front());
       groups.erase(groups.begin());
     }
+#if !defined(__SANITIZE_THREAD__)
+    if (simt::options.copies_at_issue) continue;
+#endif
     for (const auto& copy : group) simt::mark(copy);
     sanitizers::Ignore ignore;
-    if (!simt::options.copies_at_issue)
-      for (const auto& copy : group) simt::land(copy);
-#if defined(__SANITIZE_THREAD__)
-    else
-      for (const auto& copy : group) simt::land(copy);  // marking overwrote what had landed
-#endif
+    for (const auto& copy : group) simt::land(copy);
   }
 }
 
@@ -194,18 +191,16 @@ inline float shuffle_xor(float value, int mask) {
   });
 }
 inline void barrier() { simt::block_barrier(); }
-// Between blocks a fence and the counter behind it order memory; the scheduler may switch blocks here.
+// Between blocks only fences order memory: the counter is a relaxed atomic.
 inline void fence() {
   sanitizers::Ignore ignore;
-  sanitizers::release(&simt::grid_tag);
-  sanitizers::acquire(&simt::grid_tag);
+  sanitizers::release(&simt::fence_tag);
+  sanitizers::acquire(&simt::fence_tag);
 }
 inline unsigned count_and_wrap(unsigned* counter, unsigned last) {
   sanitizers::Ignore ignore;
-  sanitizers::acquire(&simt::grid_tag);
   const unsigned before = *counter;
   *counter = before >= last ? 0 : before + 1;
-  sanitizers::release(&simt::grid_tag);
   return before;
 }
 inline float load_fresh(const float* pointer) { return *pointer; }
@@ -217,5 +212,5 @@ inline void store_vector(void* pointer, uint4 value) {
   if (reinterpret_cast<uintptr_t>(pointer) % 16) simt::fail("16-byte store to %p is misaligned", pointer);
   *static_cast<uint4*>(pointer) = value;
 }
-inline unsigned thread_index() { return simt::current->index; }
-inline uint3 block_index() { return simt::current->block->index; }
+inline unsigned thread_index() { return simt::own_index(); }
+inline uint3 block_index() { return simt::own_block(); }

@@ -58,15 +58,20 @@ inline void enter_fiber() {
   __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_stack_bytes);
 #endif
 }
-inline void reset_fiber(void*& fiber, char* stack, size_t bytes) {
+// A fresh mapping may lie where a stack once was.
+inline void unpoison(void* memory, size_t bytes) {
 #if defined(__SANITIZE_ADDRESS__)
-  __asan_unpoison_memory_region(stack, bytes);
+  __asan_unpoison_memory_region(memory, bytes);
 #endif
+  (void)memory, (void)bytes;
+}
+inline void reset_fiber(void*& fiber, char* stack, size_t bytes) {
+  unpoison(stack, bytes);
 #if defined(__SANITIZE_THREAD__)
   if (fiber) __tsan_destroy_fiber(fiber);
   fiber = __tsan_create_fiber(0);
 #endif
-  (void)fiber, (void)stack, (void)bytes;
+  (void)fiber;
 }
 inline void destroy_fiber(void* fiber) {
 #if defined(__SANITIZE_THREAD__)

@@ -11,6 +11,7 @@
 #include <setjmp.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <bit>
@@ -30,7 +31,7 @@
 #define __global__
 #define __launch_bounds__(...)
 #define KVB_DEVICE inline __attribute__((always_inline))
-#define KVB_DYNAMIC_SHARED(name) unsigned char* name = simt::current->block->shared
+#define KVB_DYNAMIC_SHARED(name) unsigned char* name = simt::shared_memory()
 #define KVB_UNROLL
 
 struct uint2 { uint32_t x, y; };
@@ -91,7 +92,7 @@ struct Block {
   unsigned char* shared = nullptr;
   unsigned live = 0, at_barrier = 0;
   uint64_t barrier_generation = 0;
-  char tags[2];
+  char tags[2], end_tag;
 };
 
 inline Fiber* current = nullptr;
@@ -102,14 +103,25 @@ inline Counters counters;
 inline sigjmp_buf escape;
 inline volatile sig_atomic_t armed = 0;
 inline char message[512];
-inline char grid_tag;
+inline char launch_tag, fence_tag;
+
+// What a CUDA thread knows of itself; the emulator's state is no memory of the kernel, so race checks leave it out.
+KVB_NO_THREAD_SANITIZER inline unsigned char* shared_memory() { return current->block->shared; }
+KVB_NO_THREAD_SANITIZER inline unsigned own_index() { return current->index; }
+KVB_NO_THREAD_SANITIZER inline char* own_block_tag() { return &current->block->end_tag; }
+KVB_NO_THREAD_SANITIZER inline uint3 own_block() { return current->block->index; }
 
 [[noreturn]] inline void fail(const char* format, const void* detail = nullptr) {
   char text[256];
   snprintf(text, sizeof text, format, detail);
   const uint3 block = current->block->index;
   snprintf(message, sizeof message, "%s, block (%u, %u, %u) thread %u", text, block.x, block.y, block.z, current->index);
+#if defined(__SANITIZE_THREAD__)
+  fprintf(stderr, "%s\n", message);  // the race checker cannot follow a jump out of a fiber
+  _exit(1);
+#else
   siglongjmp(escape, 1);
+#endif
 }
 
 extern "C" void simt_switch(void** save, void* load);
@@ -150,10 +162,13 @@ inline void yield() {
 
 inline void fiber_main() {
   sanitizers::enter_fiber();
+  // The launch comes before all threads, and a block's memory passes to the next block in its place.
+  sanitizers::acquire(&launch_tag);
+  sanitizers::acquire(own_block_tag());
   (*body)();
   {
     sanitizers::Ignore ignore;
-    sanitizers::release(&grid_tag);
+    sanitizers::release(own_block_tag());
     current->state = State::kDone;
   }
   yield();
@@ -265,6 +280,7 @@ class Launch {
       }
       if (running && !moved) report_deadlock();
     }
+    for (auto& block : blocks_) sanitizers::acquire(&block.end_tag);
   }
 
  private:
@@ -274,6 +290,7 @@ class Launch {
   void allocate(Block& block) {
     void* mapping = mmap(nullptr, mapped_bytes(), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     block.mapping = static_cast<unsigned char*>(mapping);
+    sanitizers::unpoison(mapping, mapped_bytes());
     mprotect(block.mapping + kPage, capacity(), PROT_READ | PROT_WRITE);
     block.shared = block.mapping + kPage + (capacity() - shared_bytes_) / 128 * 128;
     block.fibers.resize(threads_);
@@ -384,14 +401,14 @@ inline const char* launch(uint3 grid, unsigned threads, size_t shared_bytes, con
   action.sa_flags = SA_SIGINFO | SA_NODEFER;
   sigaction(SIGSEGV, &action, &segv);
   sigaction(SIGBUS, &action, &bus);
+  sanitizers::Ignore ignore;
   auto run = std::make_unique<Launch>(grid, threads, shared_bytes);
   scheduler.sanitizer = sanitizers::current_fiber();
   const bool failed = sigsetjmp(escape, 1);
   if (!failed) {
     armed = 1;
-    sanitizers::release(&grid_tag);
+    sanitizers::release(&launch_tag);
     run->run();
-    sanitizers::acquire(&grid_tag);
   }
   armed = 0;
   sigaction(SIGSEGV, &segv, nullptr);
