@@ -19,8 +19,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
 
+from kvbridge.axes import axis_order
 from kvbridge.errors import (
-    AxesError,
     KindError,
     LayoutError,
     ManifestError,
@@ -34,11 +34,6 @@ from kvbridge.layout import DTYPE_BYTES, DeclaredLayout, Padding, PaddingPolicy,
 from kvbridge.manifest import describe_validation
 from kvbridge.records import get_record, records_of_width
 from kvbridge.rules import Finding, finding, finding_of
-
-_AXES = {"pages": "pages", "B": "pages", "heads": "heads", "H": "heads", "rows": "rows", "N": "rows"}
-_AXES |= {"row": "row", "C": "row", "slots": "slots"}
-AXIS_NAMES = tuple(_AXES)
-"""Names of axes: words, or vLLM's letters."""
 
 _Integer64 = Annotated[int, Field(strict=True, ge=-(2**63), le=2**63 - 1)]
 
@@ -200,14 +195,7 @@ def _ordered(raw: RawTensor) -> TensorShape:
             got=min(raw.offset_bytes, raw.storage_bytes),
             expected="at least 0",
         )
-    order = range(len(raw.shape)) if raw.axes is None else _axis_order(raw)
-    if raw.axes is None and 2 in raw.shape[1:-1]:
-        raise AxesError(
-            "axes",
-            got=None,
-            expected="names of the axes, such as ['pages', 'rows', 'row']",
-            detail=f"shape {list(raw.shape)}: the axis of size 2 may be a K/V split or a page of 2 rows",
-        )
+    order = axis_order(raw.axes, shape=raw.shape, token_granular=raw.kind is PoolKind.TOKEN_GRANULAR)
     return TensorShape(
         shape=tuple(raw.shape[axis] for axis in order),
         stride_bytes=tuple(raw.stride_bytes[axis] for axis in order),
@@ -215,23 +203,6 @@ def _ordered(raw: RawTensor) -> TensorShape:
         storage_bytes=raw.storage_bytes,
         dtype=raw.dtype,
     )
-
-
-def _axis_order(raw: RawTensor) -> list[int]:
-    names = raw.axes or ()
-    if len(names) != len(raw.shape):
-        raise AxesError("axes", got=list(names), expected=f"{len(raw.shape)} names, one for each size")
-    unknown = [name for name in names if name not in _AXES]
-    if unknown:
-        raise AxesError(
-            "axes", got=unknown[0], expected=f"one of {list(AXIS_NAMES)}", detail="an MLA cache has no K/V split"
-        )
-    roles = [_AXES[name] for name in names]
-    wanted = ("slots", "heads", "row") if raw.kind is PoolKind.TOKEN_GRANULAR else ("pages", "heads", "rows", "row")
-    order = [roles.index(role) for role in wanted if role in roles]
-    if len(order) != len(roles) or wanted[0] not in roles or "row" not in roles:
-        raise AxesError("axes", got=list(names), expected=f"each at most once, among {list(wanted)}")
-    return order
 
 
 def _claims_tight(raw: RawTensor, tensor: TensorShape) -> bool:

@@ -1,4 +1,4 @@
-"""The consumers' data against vLLM's own code: its CPU decode on every form of a pool, its row views and head counts."""
+"""The consumers' data against vLLM's own code: CPU decode on every form of a pool, row views, head counts."""
 
 from __future__ import annotations
 
