@@ -102,7 +102,8 @@ def check_slots(
                 f"slots[{row}][{lane}]",
                 got=hit.value,
                 expected=expected[code],
-                detail=f"{hit.count} such lanes, first in row {row}" if hit.count > 1 else f"row {row}")
+                detail=f"{hit.count} such lanes, first in row {row}" if hit.count > 1 else f"row {row}",
+            )
         )
     return SlotReport(tuple(found))
 
@@ -130,9 +131,7 @@ def consumer_findings(
     found: list[Finding] = []
     dtype = str(slots.dtype).removeprefix("torch.")
     if dtype not in consumer.slot_dtypes:
-        found.append(
-            tell("slot-dtype", "slots.dtype", got=dtype, expected=" or ".join(consumer.slot_dtypes))
-        )
+        found.append(tell("slot-dtype", "slots.dtype", got=dtype, expected=" or ".join(consumer.slot_dtypes)))
     if consumer.dense_tables:
         found += check_table_stride(slots, pool=pool, consumer=consumer.name)
     report = check_slots(
@@ -242,7 +241,8 @@ def _length_findings(lengths: torch.Tensor | None, table: torch.Tensor, tell: Ca
             f"lengths[{hit.index}]",
             got=hit.value,
             expected=expected[code],
-            detail=f"{hit.count} such rows, first {hit.index}" if hit.count > 1 else f"row {hit.index}")
+            detail=f"{hit.count} such rows, first {hit.index}" if hit.count > 1 else f"row {hit.index}",
+        )
         for code, hit in _first_hits(masks, column).items()
     ]
 
