@@ -100,6 +100,7 @@ class Accepts:
         stride_multiple_bytes: What the page stride must be a multiple of.
         page_alignment_bytes: What the consumer's own page is rounded up to; for strides it does not take from the
             tensor.
+        takes_lengths: Whether it takes lengths with this record.
     """
 
     record: str
@@ -107,6 +108,7 @@ class Accepts:
     page_rows: tuple[int, ...] = ()
     stride_multiple_bytes: int = 1
     page_alignment_bytes: int = 1
+    takes_lengths: bool = True
 
     def takes_pool(self, pool: str) -> bool:
         """Whether the record is taken in that pool."""
@@ -163,7 +165,8 @@ class Consumer:
         topk_multiple: What a width must be a multiple of.
         least_topk: Smallest width.
         sentinel: Which slots mean none.
-        takes_lengths: Whether it takes a length for each query.
+        takes_lengths: Whether it takes lengths of the rows of slots.
+        lengths_per_query: Whether there is one for each query; else one for all queries of a sequence.
         bounds_lanes: Whether slots at or beyond the length are left alone.
         dense_prefix: Whether every slot before the length must be live.
         needs_zero_fill: Whether bytes of dead rows can reach an output.
@@ -204,6 +207,7 @@ class Consumer:
     least_topk: int = 1
     sentinel: Sentinel = Sentinel.NEGATIVE
     takes_lengths: bool = True
+    lengths_per_query: bool = True
     bounds_lanes: bool = True
     dense_prefix: bool = False
     needs_zero_fill: bool = False
@@ -217,6 +221,10 @@ class Consumer:
     def records(self) -> tuple[str, ...]:
         """Records it takes, in any pool."""
         return tuple(dict.fromkeys(entry.record for entry in self.accepts))
+
+    def accepted(self, record: str, pool: str) -> Accepts | None:
+        """The entry for a record in a pool, or None."""
+        return next((entry for entry in self.accepts if entry.record == record and entry.takes_pool(pool)), None)
 
     @property
     def records_mistaken(self) -> dict[str, str]:

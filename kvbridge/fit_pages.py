@@ -58,7 +58,7 @@ def record_obstacles(question: Question) -> Iterator[Obstacle]:
 
 def _mistaken_record(question: Question, taken_for: str) -> Iterator[Obstacle]:
     layout, consumer = question.layout, question.consumer
-    if any(entry.record == taken_for and entry.takes_pool(layout.pool) for entry in consumer.accepts):
+    if consumer.accepted(taken_for, layout.pool) is not None:
         yield question.obstacle(
             "consumer-silent",
             "record",

@@ -71,10 +71,7 @@ class Question:
     @property
     def accepts(self) -> Accepts | None:
         """The consumer's entry for this record in this pool."""
-        for entry in self.consumer.accepts:
-            if entry.record == self.layout.record and entry.takes_pool(self.layout.pool):
-                return entry
-        return None
+        return self.consumer.accepted(self.layout.record, self.layout.pool)
 
     @property
     def stride_multiple(self) -> int:

@@ -134,6 +134,8 @@ def consumer_findings(
         found.append(tell("slot-dtype", "slots.dtype", got=dtype, expected=" or ".join(consumer.slot_dtypes)))
     if consumer.dense_tables:
         found += check_table_stride(slots, pool=pool, consumer=consumer.name)
+    accepted = consumer.accepted(layout.record, layout.pool)
+    takes_lengths = consumer.takes_lengths and (accepted is None or accepted.takes_lengths)
     report = check_slots(
         slots,
         lengths,
@@ -142,7 +144,7 @@ def consumer_findings(
         reserved_pages=layout.reserved_pages,
         sentinel=consumer.sentinel,
         dense_prefix=consumer.dense_prefix,
-        bounds_lanes=consumer.bounds_lanes and consumer.takes_lengths,
+        bounds_lanes=consumer.bounds_lanes and takes_lengths,
         pool=pool,
         consumer=consumer.name,
     )

@@ -248,6 +248,15 @@ def test_consumers_rules_on_dtypes_tables_and_lanes():
     assert consumer_findings(slots, torch.tensor([2, 4]), layout=V4, consumer=get_consumer("kvbridge"), pages=4) == []
 
 
+@pytest.mark.parametrize(("record", "wanted"), [("v4", []), ("dsa", ["lanes-unbounded"])])
+def test_lengths_that_a_kernel_does_not_take_with_a_record_bound_nothing(record, wanted):
+    """FlashMLA on sm_90 honours topk_length for V4 only."""
+    slots, lengths = table([0, 1, 2], dtype=torch.int32), torch.tensor([2])
+    layout, consumer = PageLayout.for_rows(record, page_rows=64), get_consumer("flashmla-sm90")
+    found = consumer_findings(slots, lengths, layout=layout, consumer=consumer, pages=4)
+    assert [entry.code for entry in found] == wanted
+
+
 def test_consumers_take_any_slot_where_the_page_count_is_open():
     slots = table([2**40])
     assert consumer_findings(slots, None, layout=V4, consumer=get_consumer("kvbridge"), pages=None) == []
