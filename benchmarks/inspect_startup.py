@@ -1,4 +1,4 @@
-"""Start-up time of `python -m kvbridge.inspect show`, in processes of its own, against a process that imports libraries.
+"""Start-up time of `python -m kvbridge.inspect show`, each in its own process, against one that imports libraries.
 
     python benchmarks/inspect_startup.py [RUNS]
 

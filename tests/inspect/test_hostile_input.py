@@ -84,6 +84,12 @@ def _paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [path, *(below for key, item in items for below in _paths(item, (*path, key)))]
 
 
+def _at(value: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        value = value[key]
+    return value
+
+
 def _mutate(document: Any, path: tuple[Any, ...], how: str, value: Any) -> Any:
     if not path:
         return value
@@ -143,6 +149,69 @@ def test_mutated_manifests(
             document = _mutate(document, path, how, value)
     file.write_text(json.dumps(document), encoding="utf-8")
     _explained(call(command[0], file, *command[1:]))
+
+
+_INTEGERS = [path for path in _DOCUMENT_PATHS if type(_at(_DOCUMENT, path)) is int]
+_ODD = st.sampled_from([0, 1, -1, 2, 575, 576, 584, 2**31, 2**40, 2**62, 2**63 - 1, -(2**63) + 1])
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(_INTEGERS), st.one_of(_ODD, st.integers(-3, 200_000))), min_size=1, max_size=4),
+    st.lists(st.tuples(st.sampled_from(_INTEGERS), st.integers(-1, 1)), max_size=2),
+    st.sampled_from(_COMMANDS),
+)
+@_MANY
+def test_contradictory_manifests(
+    file: Path, changes: list[tuple[Any, int]], shifts: list[tuple[Any, int]], command: tuple[str, ...]
+) -> None:
+    document = copy.deepcopy(_DOCUMENT)
+    for path, value in changes:
+        _at(document, path[:-1])[path[-1]] = value
+    for path, shift in shifts:
+        _at(document, path[:-1])[path[-1]] += shift if abs(_at(document, path)) < 2**62 else 0
+    file.write_text(json.dumps(document), encoding="utf-8")
+    outcome = call(command[0], file, *command[1:])
+    _explained(outcome)
+    assert outcome.code in (0, 1), outcome.err  # on schema: what is wrong in it is a finding
+    assert call("diff", file, file).code in (0, 1, 2)
+
+
+_RAW: dict[str, Any] = {
+    "storage_bytes": 112_320,
+    "offset_bytes": 0,
+    "shape": [3, 64, 584],
+    "stride_bytes": [37_440, 584, 1],
+    "dtype": "uint8",
+    "record": "v4",
+    "page_rows": 64,
+    "axes": ["pages", "rows", "row"],
+    "num_pages": 3,
+    "reserved_pages": 1,
+    "slots": [[64, 65, -1], [128, 191, -1]],
+    "lengths": [2, 2],
+}
+_RAW_COMMANDS = (
+    ("show", "--format", "json"),
+    ("show",),
+    ("check", "--consumer", "all", "--format", "json"),
+    ("check",),
+)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(_paths(_RAW)), _how, st.one_of(_values, _ODD)), max_size=3),
+    st.sampled_from(_RAW_COMMANDS),
+)
+@_MANY
+def test_mutated_tensors(
+    file: Path, mutations: list[tuple[tuple[Any, ...], str, Any]], command: tuple[str, ...]
+) -> None:
+    document: Any = _RAW
+    for path, how, value in mutations:
+        if path in _paths(document):
+            document = _mutate(document, path, how, value)
+    file.write_text(json.dumps(document), encoding="utf-8")
+    _explained(call(command[0], "--raw", file, *command[1:]))
 
 
 @given(

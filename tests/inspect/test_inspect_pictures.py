@@ -6,6 +6,7 @@ import re
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -299,7 +300,7 @@ def test_names_on_bars_have_contrast(scheme: int) -> None:
         assert (max(fill, ink) + 0.05) / (min(fill, ink) + 0.05) >= 4.5, name
 
 
-def test_map_command(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_map_command(tmp_path: Path) -> None:
     path = write(tmp_path / "slab.json", manifest(*slab_pools()))
     text = call("map", path, "--pool", "c4")
     assert text.code == 0
@@ -327,3 +328,9 @@ def test_encodings_of_a_row_are_named() -> None:
         "scales": f"7 {Encoding.UE8M0.value}",
         "unused": "unused",
     }
+
+
+def test_the_picture_in_docs_is_current() -> None:
+    command = ("map", "deepseek-v4-flash", "--engine", "vllm", "--pool", "c4", "--format", "svg")
+    published = Path(__file__).resolve().parents[2] / "docs" / "page.svg"
+    assert call(*command).out == published.read_text(encoding="utf-8"), f"run: {' '.join(command)} > docs/page.svg"
