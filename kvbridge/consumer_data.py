@@ -140,8 +140,8 @@ _ALL = (
         graph=_FLASHMLA_GRAPH,
         engine="FlashMLA",
         versions="066b5ba, 9241ae3; frozen copies in vLLM 0.33.0 and sgl-flash-mla 1.0.0",
-        source="FlashMLA csrc/sm90/decode/sparse_fp8/splitkv_mla.cuh (int64 strides, 128-bit loads, token_index == -1, no "
-        "topk_length for V3.2)",
+        source="FlashMLA csrc/sm90/decode/sparse_fp8/splitkv_mla.cuh (int64 strides, 128-bit loads, token_index == -1; "
+        "no topk_length for V3.2)",
     ),
     Consumer(
         name="flashinfer-sm100",
