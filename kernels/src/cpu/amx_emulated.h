@@ -5,6 +5,7 @@
 #pragma once
 #include <immintrin.h>
 #undef _tile_loadconfig
+#undef _tile_storeconfig
 #undef _tile_release
 #undef _tile_loadd
 #undef _tile_stored
@@ -55,6 +56,7 @@ inline void emulated_zero(int tile) {
 }  // namespace
 
 #define _tile_loadconfig(shapes) static_cast<void>(shapes)
+#define _tile_storeconfig(shapes) static_cast<void>(*(shapes) = 0)
 #define _tile_release() static_cast<void>(0)
 #define _tile_loadd(tile, from, stride) emulated_load(tile, from, stride)
 #define _tile_stored(tile, to, stride) emulated_store(tile, to, stride)

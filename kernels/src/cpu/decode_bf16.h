@@ -50,11 +50,29 @@ inline void widen(__m512i codes, __m512i& first, __m512i& second) {
   second = _mm512_unpackhi_epi8(low, high);
 }
 
-inline __mmask64 nan_codes(__m512i codes) { return _mm512_cmpeq_epi8_mask(_mm512_add_epi8(codes, codes), _mm512_set1_epi8(static_cast<char>(0xFE))); }
+// Zeros and NaN codes: those whose exponent must not be added to.
+inline bool has_special_code(__m512i codes) {
+  const __m512i from_one = _mm512_sub_epi8(_mm512_and_si512(codes, _mm512_set1_epi8(0x7f)), _mm512_set1_epi8(1));
+  return _mm512_cmpgt_epu8_mask(from_one, _mm512_set1_epi8(125)) != 0;
+}
 
-inline __m512i add_exponent(__m512i values, uint8_t scale) {
-  const __m512i add = _mm512_set1_epi16(static_cast<short>((static_cast<int>(scale) - 127) * 128));
-  return _mm512_mask_add_epi16(values, _mm512_test_epi16_mask(values, _mm512_set1_epi16(0x7fff)), values, add);
+inline bool has_nan_code(__m512i codes) { return _mm512_cmpeq_epi8_mask(_mm512_add_epi8(codes, codes), _mm512_set1_epi8(static_cast<char>(0xFE))) != 0; }
+
+inline __m512i keep_zeros(__m512i scaled, __m512i values) { return _mm512_mask_mov_epi16(scaled, _mm512_testn_epi16_mask(values, _mm512_set1_epi16(0x7fff)), values); }
+
+// 64 codes, in order, under one power of two for each half; false where a NaN code needs the slow way.
+inline bool scale_codes(const uint8_t* codes, uint8_t left, uint8_t right, __m512i& first, __m512i& second) {
+  const __m512i x = _mm512_loadu_si512(codes);
+  __m512i a, b;
+  widen(x, a, b);
+  first = _mm512_add_epi16(a, _mm512_set1_epi16(static_cast<short>((left - 127) * 128)));
+  second = _mm512_add_epi16(b, _mm512_set1_epi16(static_cast<short>((right - 127) * 128)));
+  if (__builtin_expect(has_special_code(x), 0)) {
+    first = keep_zeros(first, a);
+    second = keep_zeros(second, b);
+    return !has_nan_code(x);
+  }
+  return true;
 }
 
 __attribute__((noinline)) void decode_slowly(const uint8_t* codes, float scale, bool rounds, bf16* out) {
@@ -68,19 +86,15 @@ inline bool plain_scale(uint8_t scale) { return static_cast<uint8_t>(scale - 10)
 // Codes under power-of-two scales, `per_64` of them for 64 codes. A row with a rare scale or a NaN code is done again.
 template <int per_64>
 inline void decode_ue8m0(const uint8_t* codes, const uint8_t* scales, int32_t count, bf16* out, int64_t chunk) {
-  __mmask64 nan = 0;
-  uint32_t rare = 0;
+  bool good = true;
   for (int32_t i = 0; i < count / 64; i++) {
-    const __m512i x = _mm512_loadu_si512(codes + 64 * i);
     const uint8_t left = scales[per_64 * i], right = scales[per_64 * i + per_64 - 1];
-    rare |= !plain_scale(left) | !plain_scale(right);
-    nan |= nan_codes(x);
     __m512i a, b;
-    widen(x, a, b);
-    _mm512_store_si512(out + 2 * i * chunk, add_exponent(a, left));
-    _mm512_store_si512(out + (2 * i + 1) * chunk, add_exponent(b, right));
+    good = scale_codes(codes + 64 * i, left, right, a, b) & plain_scale(left) & plain_scale(right) & good;
+    _mm512_store_si512(out + 2 * i * chunk, a);
+    _mm512_store_si512(out + (2 * i + 1) * chunk, b);
   }
-  if (__builtin_expect(rare != 0 || nan != 0, 0))
+  if (__builtin_expect(!good, 0))
     for (int32_t i = 0; i < count / 32; i++) decode_slowly(codes + 32 * i, ue8m0(scales[i * per_64 / 2]), false, out + i * chunk);
 }
 
@@ -103,7 +117,7 @@ inline void decode_fp32_scale(const uint8_t* codes, float scale, bf16* out, int6
   const uint32_t exponent = (float_to_bits(scale) >> 23) & 255;
   __m512i a, b;
   widen(x, a, b);
-  const bool usual = exponent > 24 && exponent < 240 && nan_codes(x) == 0;
+  const bool usual = exponent > 24 && exponent < 240 && !has_nan_code(x);
   if (__builtin_expect(usual && multiply(a, scale, a) , 1)) _mm512_store_si512(out, a); else decode_slowly(codes, scale, true, out);
   if (__builtin_expect(usual && multiply(b, scale, b) , 1)) _mm512_store_si512(out + chunk, b); else decode_slowly(codes + 32, scale, true, out + chunk);
 }

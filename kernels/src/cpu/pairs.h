@@ -18,24 +18,20 @@ inline void place(__m512i a, __m512i b, int32_t i, bf16* keys, bf16* values) {
 template <int per_64>
 inline bool decode_pair(const Row& a, const Row& b, bf16* keys, bf16* values) {
   const kvb_record& r = *a.record;
-  __mmask64 nan = 0;
-  uint32_t rare = 0;
+  bool good = true;
   for (int32_t i = 0; i < r.values / 64; i++) {
-    const __m512i x = _mm512_loadu_si512(a.codes + 64 * i), y = _mm512_loadu_si512(b.codes + 64 * i);
-    nan |= nan_codes(x) | nan_codes(y);
     const uint8_t *s = a.scales + per_64 * i, *t = b.scales + per_64 * i;
-    rare |= !plain_scale(s[0]) | !plain_scale(t[0]) | !plain_scale(s[per_64 - 1]) | !plain_scale(t[per_64 - 1]);
+    good = good & plain_scale(s[0]) & plain_scale(t[0]) & plain_scale(s[per_64 - 1]) & plain_scale(t[per_64 - 1]);
     __m512i x0, x1, y0, y1;
-    widen(x, x0, x1);
-    widen(y, y0, y1);
-    place(add_exponent(x0, s[0]), add_exponent(y0, t[0]), 2 * i, keys, values);
-    place(add_exponent(x1, s[per_64 - 1]), add_exponent(y1, t[per_64 - 1]), 2 * i + 1, keys, values);
+    good = scale_codes(a.codes + 64 * i, s[0], s[per_64 - 1], x0, x1) & scale_codes(b.codes + 64 * i, t[0], t[per_64 - 1], y0, y1) & good;
+    place(x0, y0, 2 * i, keys, values);
+    place(x1, y1, 2 * i + 1, keys, values);
   }
   for (int32_t i = 0; i < r.tail_values / 32; i++) {
     const int32_t at = r.tail_offset_bytes + 64 * i;
     place(_mm512_loadu_si512(a.codes + at), _mm512_loadu_si512(b.codes + at), r.values / 32 + i, keys, values);
   }
-  return rare == 0 && nan == 0;
+  return good;
 }
 
 inline bool decode_common_pair(const Row& a, const Row& b, bf16* keys, bf16* values) {

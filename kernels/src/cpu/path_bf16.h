@@ -107,7 +107,8 @@ void run_item(const kvb_call* call, const Item* item, void* scratch) {
     first_rows.fetch(count);
     b.few = call->heads <= FEW_HEADS;
     if (b.few) pack_few_queries(call, item, b.queries); else pack_queries(call, item, b.queries);
-    products_begin();
+    Shapes shapes;
+    products_begin(shapes);
     const float scale2 = call->scale * LOG2_E;
     for (int32_t block = 0; count > 0; block++) {
       const Row* now = rows[block & 1];
@@ -119,7 +120,7 @@ void run_item(const kvb_call* call, const Item* item, void* scratch) {
       value_block(b, count, item, block == 0);
       count = ahead.count;
     }
-    products_end();
+    products_end(shapes);
   }
   if (!item->partial) finish(call, item, b.state, 0, item->heads);
 }

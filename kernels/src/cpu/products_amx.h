@@ -33,17 +33,26 @@ struct alignas(64) TileShapes {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-inline void products_begin() {
-  static const TileShapes shapes;
-  _tile_loadconfig(&shapes);
-}
-
-inline void products_end() { _tile_release(); }
-
-inline void score_few(const bf16*, const bf16*, int32_t, float*) {}    // tiles serve few heads as well as many
-
 // The compiler does not know what a tile load reads: all earlier stores must be done before it.
 inline void stores_are_done() { __asm__ volatile("" ::: "memory"); }
+
+// The calling thread's own tile shapes come back afterwards: torch's matrix library keeps some configured. No initial
+// values here: the compiler knows only the first 8 bytes as read and written by the two instructions.
+struct alignas(64) Shapes { uint8_t bytes[64]; };
+
+inline void products_begin(Shapes& saved) {
+  static const TileShapes shapes;
+  _tile_storeconfig(saved.bytes);
+  _tile_loadconfig(&shapes);
+  __asm__ volatile("" ::"r"(&saved) : "memory");
+}
+
+inline void products_end(const Shapes& saved) {
+  __asm__ volatile("" ::"r"(&saved) : "memory");
+  if (saved.bytes[0] == 0) _tile_release(); else _tile_loadconfig(saved.bytes);
+}
+
+inline void score_few(const bf16*, const bf16*, int32_t, float*) {}    // tiles serve few heads as well as many
 
 inline void multiply_tiles(const bf16* a0, const bf16* a1, const bf16* b0, const bf16* b1, int32_t steps, int64_t a_step, int64_t b_step) {
   for (int32_t i = 0; i < steps; i++, a0 += a_step, a1 += a_step, b0 += b_step, b1 += b_step) {

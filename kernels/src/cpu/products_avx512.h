@@ -137,7 +137,9 @@ inline void value_block(const Buffers& b, int32_t rows, const Item* item, bool f
   if (item->heads == 8) value_strips<8, 2>(b, rows, item, first); else value_strips<6, 4>(b, rows, item, first);
 }
 
-inline void products_begin() {}
-inline void products_end() {}
+struct Shapes {};
+
+inline void products_begin(Shapes&) {}
+inline void products_end(const Shapes&) {}
 
 }  // namespace
