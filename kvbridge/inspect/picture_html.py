@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from html import escape
 
 from kvbridge.inspect.picture import Picture
-from kvbridge.inspect.picture_svg import STYLE, render_svg
+from kvbridge.inspect.picture_style import STYLE
+from kvbridge.inspect.picture_svg import render_svg
 from kvbridge.inspect.terminal import Cell, cell_text, printable
 
 _PAGE_STYLE = (

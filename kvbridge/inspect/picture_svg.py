@@ -16,6 +16,7 @@ import textwrap
 from dataclasses import dataclass, field
 
 from kvbridge.inspect.picture import Picture, Role, Strip
+from kvbridge.inspect.picture_style import CLASSES, STYLE
 from kvbridge.inspect.terminal import percent, printable
 
 WIDTH = 960
@@ -26,55 +27,6 @@ CHARACTER = 0.62
 
 _BAR = {"block": 46, "page": 46, "row": 40}
 _BAND, _ZOOM, _ROW_GAP = 20, 34, 28
-
-_CLASSES = {
-    Role.DATA: "data",
-    Role.ROPE: "rope",
-    Role.SCALES: "scales",
-    Role.UNUSED: "unused",
-    Role.TAIL: "tail",
-    Role.FOREIGN: "foreign",
-    Role.SLACK: "slack",
-    Role.SELF: "self",
-}
-
-# Role: (light fill, dark fill, light ink on it, dark ink on it)
-_COLOURS = {
-    "data": ("#3b6fc4", "#5a91e8", "#ffffff", "#0b1220"),
-    "rope": ("#17776b", "#43bfae", "#ffffff", "#06201c"),
-    "scales": ("#e3a008", "#f2bd42", "#2b1f00", "#2b1f00"),
-    "unused": ("#b9c0ca", "#5b6572", "#1f2328", "#e6edf3"),
-    "tail": ("#cf3f55", "#f2707f", "#ffffff", "#2a060b"),
-    "foreign": ("#c3ccd9", "#3d4757", "#1f2328", "#e6edf3"),
-    "slack": ("#eef1f5", "#1b222c", "#59636e", "#9198a1"),
-    "self": ("#7046c9", "#ab8df2", "#ffffff", "#160a33"),
-}
-
-
-def _style() -> str:
-    def rules(theme: int) -> str:
-        page, ink, dim, line = (
-            ("#ffffff", "#1f2328", "#59636e", "#d1d9e0") if theme == 0 else ("#0d1117", "#e6edf3", "#9198a1", "#30363d")
-        )
-        fills = "".join(
-            f".kv .{name}{{fill:{colours[theme]}}}.kv .on-{name}{{fill:{colours[2 + theme]}}}"
-            for name, colours in _COLOURS.items()
-        )
-        return (
-            f".kv .paper{{fill:{page}}}.kv text{{fill:{ink}}}.kv .dim{{fill:{dim}}}.kv .edge{{stroke:{page}}}"
-            f".kv .line{{stroke:{line}}}.kv .frame{{stroke:{dim}}}{fills}"
-        )
-
-    return (
-        '.kv text{font-family:ui-monospace,"SF Mono",Menlo,Consolas,"DejaVu Sans Mono",monospace;white-space:pre}'
-        ".kv .bold{font-weight:700}.kv .edge,.kv .line,.kv .frame{fill:none}.kv .edge{stroke-opacity:.55}"
-        ".kv .zoom{opacity:.16}"
-        f"{rules(0)}@media (prefers-color-scheme:dark){{{rules(1)}}}"
-    )
-
-
-STYLE = _style()
-"""Rules for every picture; a page with several needs them once."""
 
 
 @dataclass
@@ -179,7 +131,7 @@ def _draw_zoom(drawing: _Drawing, parent: _Bar, child: _Bar) -> None:
     )
     path = " ".join(f"{x:.2f},{y:.2f}" for x, y in points)
     role = next((s.role for s in parent.strip.segments if s.start <= start < s.start + s.length), Role.DATA)
-    drawing.add(f'<polygon class="zoom {_CLASSES[role]}" points="{path}"/>')
+    drawing.add(f'<polygon class="zoom {CLASSES[role]}" points="{path}"/>')
 
 
 def _draw_bar(drawing: _Drawing, bar: _Bar) -> None:
@@ -193,7 +145,7 @@ def _draw_bar(drawing: _Drawing, bar: _Bar) -> None:
         row = "" if segment.row is None else f' data-row="{segment.row}"'
         x, end = bar.x(segment.start), bar.x(segment.start + segment.length)
         drawing.add(
-            f'<rect class="{_CLASSES[segment.role]}" x="{x:.6f}" y="{bar.top:.2f}" width="{end - x:.6f}" '
+            f'<rect class="{CLASSES[segment.role]}" x="{x:.6f}" y="{bar.top:.2f}" width="{end - x:.6f}" '
             f'height="{height}" data-role="{segment.role.value}" data-name="{_escape(segment.name)}" '
             f'data-offset="{segment.start}" data-bytes="{segment.length}"{row}><title>{_escape(segment.name)}: '
             f"{segment.length:,} bytes at {segment.start:,}</title></rect>"
@@ -228,10 +180,10 @@ def _draw_names(drawing: _Drawing, bar: _Bar) -> list[tuple[str, Role, int]]:
             continue
         half = _text_width(text, 13) / 2 + 5
         drawing.add(  # covers the fine lines between rows
-            f'<rect class="{_CLASSES[role]}" x="{centre - half:.2f}" y="{middle - 11:.2f}" width="{2 * half:.2f}" '
+            f'<rect class="{CLASSES[role]}" x="{centre - half:.2f}" y="{middle - 11:.2f}" width="{2 * half:.2f}" '
             'height="22"/>'
         )
-        drawing.text(centre, middle + 4.5, text, css=f"bold on-{_CLASSES[role]}", anchor="middle")
+        drawing.text(centre, middle + 4.5, text, css=f"bold on-{CLASSES[role]}", anchor="middle")
     return outside
 
 
@@ -266,7 +218,7 @@ def _draw_band(drawing: _Drawing, bar: _Bar, outside: list[tuple[str, Role, int]
         drawing.text(right, baseline, text, size=12, css="dim", anchor="end")
         if role:
             drawing.add(
-                f'<rect class="{_CLASSES[role]} swatch" x="{right - needed + 2:.2f}" y="{baseline - 9:.2f}" width="10" '
+                f'<rect class="{CLASSES[role]} swatch" x="{right - needed + 2:.2f}" y="{baseline - 9:.2f}" width="10" '
                 'height="10" rx="2"/>'
             )
         right -= needed + 16
@@ -305,7 +257,7 @@ def _draw_table(drawing: _Drawing, strips: tuple[Strip, ...]) -> None:
         for key in strip.keys:
             drawing.y += 20
             drawing.add(
-                f'<rect class="{_CLASSES[key.role]} swatch" x="{LEFT}" y="{drawing.y - 11:.2f}" width="14" '
+                f'<rect class="{CLASSES[key.role]} swatch" x="{LEFT}" y="{drawing.y - 11:.2f}" width="14" '
                 'height="14" rx="3"/>'
             )
             drawing.text(LEFT + 24, drawing.y, _clip(key.name, names))

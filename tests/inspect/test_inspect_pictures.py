@@ -7,6 +7,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -201,7 +202,7 @@ def test_every_record_policy_and_row_count(
     record: tuple[str, str], rows: int, policy: str, alignment: int, foreign: int
 ) -> None:
     name, plane = record
-    fields: dict[str, object] = {"plane": plane or None}
+    fields: dict[str, Any] = {"plane": plane or None}
     if policy != "exact":
         fields["alignment"] = alignment
     if policy == "packed":
@@ -228,7 +229,7 @@ def test_names_of_any_length_and_kind_stay_inside() -> None:
 
 
 def test_pages_that_claim_the_same_bytes_are_drawn_once() -> None:
-    packed = {"policy": "packed", "alignment": 576, "page_stride_bytes": 149_760, "group": "0"}
+    packed: dict[str, Any] = {"policy": "packed", "alignment": 576, "page_stride_bytes": 149_760, "group": "0"}
     page = pool("a", "v4", rows=64, offset=37_000, **packed)
     other = pool("b", "v4", rows=64, offset=20_000, layers=4, step=30_000, **packed)
     rectangles = _rectangles(_svg(page, page, other))
@@ -288,14 +289,14 @@ def test_colours_follow_the_scheme_and_every_role_has_one() -> None:
 
 @pytest.mark.parametrize("scheme", [0, 1])
 def test_names_on_bars_have_contrast(scheme: int) -> None:
-    from kvbridge.inspect.picture_svg import _COLOURS
+    from kvbridge.inspect.picture_style import COLOURS
 
     def luminance(colour: str) -> float:
         channels = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
         linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in channels]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
-    for name, colours in _COLOURS.items():
+    for name, colours in COLOURS.items():
         fill, ink = luminance(colours[scheme]), luminance(colours[2 + scheme])
         assert (max(fill, ink) + 0.05) / (min(fill, ink) + 0.05) >= 4.5, name
 

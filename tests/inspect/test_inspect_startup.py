@@ -73,7 +73,8 @@ def _benchmark() -> ModuleType:
 
 def test_starts_within_its_limits() -> None:
     benchmark = _benchmark()
-    best, allowed = {}, {}
+    best: dict[str, float] = {}
+    allowed: dict[str, float] = {}
     for _ in range(4):  # a shared machine may be busy for a while; the limits hold for the minimum
         for name, seconds in benchmark.measure(10).items():
             best[name] = min(best.get(name, seconds), seconds)
