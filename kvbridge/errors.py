@@ -38,9 +38,17 @@ class LayoutError(KVBridgeError):
         self.detail = detail
         super().__init__(field, got, expected, detail)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Engines send the errors of their workers between processes; keyword arguments need help for that.
+        return _rebuild, (type(self), self.field, self.got, self.expected, self.detail)
+
     def __str__(self) -> str:
         detail = f" ({self.detail})" if self.detail else ""
         return f"{self.code}: {self.field}: got {self.got}, expected {self.expected}{detail}; {self.consequence}"
+
+
+def _rebuild(error: type[LayoutError], field: str, got: object, expected: object, detail: str) -> LayoutError:
+    return error(field, got=got, expected=expected, detail=detail)
 
 
 class RecordMissingError(LayoutError):

@@ -63,6 +63,15 @@ def title(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+def test_the_reader_of_imports_sees_what_it_should() -> None:
+    tree = ast.parse(
+        "import a\nfrom b import c\nif TYPE_CHECKING:\n    import d\nelse:\n    import e\n"
+        "def f():\n    import g\nclass H:\n    import i\ntry:\n    import j\nexcept ImportError:\n    import k\n"
+    )
+    assert set(imported(tree, loading=True)) == {"a", "b", "b.c", "e", "i", "j", "k"}
+    assert set(imported(tree)) == {"a", "b", "b.c", "d", "e", "g", "i", "j", "k"}
+
+
 @pytest.mark.parametrize("path", CORE, ids=title)
 def test_core_imports_no_engine_and_no_kernel(path: Path) -> None:
     wrong = {
