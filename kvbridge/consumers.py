@@ -124,6 +124,7 @@ def fits(
     heads: int | None = None,
     topk: int | None = None,
     index_unit: IndexUnit | None = None,
+    slots_dtype: str | None = None,
     pool: str = "",
 ) -> Fit:
     """Compares a layout, and what else is known of a call, with a consumer's demands.
@@ -139,6 +140,8 @@ def fits(
         heads: Query heads of the rank.
         topk: Width of a row of slots; that of `slots` by default.
         index_unit: What the caller's slots count; None for not stated.
+        slots_dtype: Dtype of the program's slots where `slots` only stands for them, `any` where that is unknown; the
+            tensor's own by default.
         pool: Pool label for findings.
 
     Returns:
@@ -169,7 +172,9 @@ def fits(
     if slots is not None:
         from kvbridge.slots import consumer_findings
 
-        findings += consumer_findings(slots, lengths, layout=layout, consumer=kernel, pages=question.pages, pool=pool)
+        findings += consumer_findings(
+            slots, lengths, layout=layout, consumer=kernel, pages=question.pages, dtype=slots_dtype, pool=pool
+        )
     refused = {obstacle.finding.code for obstacle in obstacles if obstacle.verdict is Verdict.UNSUPPORTED}
     return Fit(
         consumer=kernel.name,

@@ -18,6 +18,9 @@ from typing import Any
 
 from kvbridge.errors import LayoutError
 
+UNNAMED_POOL = "kv"
+"""Pool of a layout that nobody named: it may be any."""
+
 WINDOW_POOLS = ("swa",)
 """Pools that a decode call takes as its sliding-window cache."""
 
@@ -112,7 +115,7 @@ class Accepts:
 
     def takes_pool(self, pool: str) -> bool:
         """Whether the record is taken in that pool."""
-        return not self.pools or pool in self.pools
+        return not self.pools or pool in self.pools or pool == UNNAMED_POOL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,8 +226,9 @@ class Consumer:
         return tuple(dict.fromkeys(entry.record for entry in self.accepts))
 
     def accepted(self, record: str, pool: str) -> Accepts | None:
-        """The entry for a record in a pool, or None."""
-        return next((entry for entry in self.accepts if entry.record == record and entry.takes_pool(pool)), None)
+        """The entry for a record in a pool, or None; for an unnamed pool the one with most page sizes."""
+        entries = [entry for entry in self.accepts if entry.record == record and entry.takes_pool(pool)]
+        return max(entries, key=lambda entry: (not entry.page_rows, len(entry.page_rows)), default=None)
 
     @property
     def records_mistaken(self) -> dict[str, str]:

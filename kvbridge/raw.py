@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
 
@@ -61,6 +61,7 @@ class RawTensor(BaseModel):
         pool: What the pool holds.
         slots: Rows of slots to check.
         lengths: Live slots of each row.
+        slots_dtype: int32 or int64, where the program's slots have one; JSON has none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -84,6 +85,7 @@ class RawTensor(BaseModel):
     pool: Annotated[StrictStr, Field(min_length=1)] = "kv"
     slots: tuple[tuple[_Integer64, ...], ...] | None = None
     lengths: tuple[_Integer64, ...] | None = None
+    slots_dtype: Literal["int32", "int64"] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,6 +115,7 @@ def consumer_findings(
     layout: PageLayout,
     consumer: Consumer,
     pages: int | None,
+    dtype: str | None = None,
     pool: str = "",
 ) -> list[Finding]:
     """Checks slots and lengths under a consumer's own rules: dtype, table stride, sentinel, lanes.
@@ -125,12 +126,13 @@ def consumer_findings(
         layout: The pool's layout.
         consumer: Whose rules.
         pages: Pages of the pool; None leaves the upper bound out.
+        dtype: Dtype the program's slots have; None for the tensor's own, `any` for unknown.
         pool: Pool label.
     """
     tell = partial(finding, pool=pool, consumer=consumer.name)
     found: list[Finding] = []
-    dtype = str(slots.dtype).removeprefix("torch.")
-    if dtype not in consumer.slot_dtypes:
+    dtype = str(slots.dtype).removeprefix("torch.") if dtype is None else dtype
+    if dtype not in (*consumer.slot_dtypes, "any"):
         found.append(tell("slot-dtype", "slots.dtype", got=dtype, expected=" or ".join(consumer.slot_dtypes)))
     if consumer.dense_tables:
         found += check_table_stride(slots, pool=pool, consumer=consumer.name)

@@ -90,6 +90,7 @@ def check_raw(arguments: Namespace, terminal: Terminal, *, consumers: Sequence[s
                 offset_bytes=raw.offset_bytes,
                 storage_bytes=raw.storage_bytes,
                 heads=arguments.heads,
+                slots_dtype=raw.slots_dtype or "any",
                 pool=raw.pool,
             )
             verdicts.append(PoolFit(raw.pool, fit))

@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -178,6 +179,24 @@ def test_case_20_b12x_takes_528_for_the_window_and_288_for_the_rest(record, pool
     right = (record == "v41_interleaved") == (pool == "swa")
     assert fit.verdict is (Verdict.IN_PLACE if right else Verdict.UNSUPPORTED)
     assert [finding.field for finding in fit.findings] == ([] if right else ["pool"])
+
+
+@pytest.mark.parametrize("record", ["v41_fp4_interleaved", "v41_interleaved"])
+def test_an_unnamed_pool_may_be_any(record):
+    assert fits(for_rows(record, page_rows=64), "b12x").verdict is Verdict.IN_PLACE
+
+
+@pytest.mark.parametrize(("rows", "verdict"), [(2, "in_place"), (64, "in_place"), (128, "needs_repack")])
+def test_an_unnamed_pool_gets_the_widest_set_of_page_sizes(rows, verdict):
+    layout = for_rows("v4", page_rows=rows, policy="aligned", alignment=576)
+    assert fits(layout, "flashinfer-0.6.18-sm120-prefill").verdict.value == verdict
+
+
+@pytest.mark.parametrize(("dtype", "bad"), [(None, True), ("int32", False), ("any", False), ("int64", True)])
+def test_slots_may_stand_for_those_of_another_dtype(dtype, bad):
+    slots = torch.zeros(1, 64, dtype=torch.int64)
+    fit = fits(PADDED, "flashmla-sm100", slots=slots, slots_dtype=dtype)
+    assert codes(fit) == (["slot-dtype"] if bad else [])
 
 
 def test_a_consumer_that_compares_nothing_misreads_in_silence():
