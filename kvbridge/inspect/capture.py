@@ -12,8 +12,8 @@ from argparse import Namespace
 from pathlib import Path
 
 from kvbridge.inspect.command import Exit, Parser, UsageError, add_no_color
-from kvbridge.inspect.options import add_engine_arguments, parse_assignments, split_engine_options
-from kvbridge.inspect.terminal import Terminal, emit, remark
+from kvbridge.inspect.options import ENGINE_OPTION, parse_assignments, split_engine_options
+from kvbridge.inspect.terminal import Terminal, emit
 
 SUMMARY = "Run an engine's own allocator and write the manifest of the real tensors."
 EXAMPLES = (
@@ -24,27 +24,29 @@ EXAMPLES = (
 
 def parse(tokens: list[str]) -> Namespace:
     """Reads the command line behind `capture`."""
-    parser = Parser("capture", SUMMARY, EXAMPLES)
-    add_engine_arguments(parser, memory=False)
+    parser = Parser("capture", "--engine NAME --model DIR [OPTIONS]", SUMMARY, EXAMPLES)
     parser.add_argument("--model", metavar="DIR", required=True, help="folder with the model's config.json")
-    parser.add_argument("-o", "--output", metavar="FILE", help="where to write the manifest (default: stdout)")
+    return parse_run(parser, tokens)
+
+
+def parse_run(parser: Parser, tokens: list[str]) -> Namespace:
+    """Parses a command line that runs an engine; adds what such commands share."""
+    parser.add_argument("--engine", metavar="NAME", required=True, help="engine to run; `engines` lists them")
+    parser.add_argument("-O", **ENGINE_OPTION)
+    parser.add_argument("-o", "--output", metavar="FILE", help="where to write the result (default: stdout)")
     parser.add_argument("--python", metavar="PATH", help="interpreter that has the engine (default: this one)")
     add_no_color(parser)
     rest, options = split_engine_options(tokens, parser)
     arguments = parser.parse_args(rest)
-    if arguments.engine is None:
-        raise UsageError(f"--engine: got none, expected the engine to run\nsee: {parser.prog} --help")
-    if arguments.engine_version is not None:
-        raise UsageError(f"--engine-version: got {arguments.engine_version!r}, expected none: the installed one runs")
     arguments.given_options = parse_assignments(arguments.engine_options) | options
     return arguments
 
 
 def run(arguments: Namespace, terminal: Terminal) -> Exit:
     """Runs the command."""
-    if arguments.python is not None:
-        from kvbridge.inspect.elsewhere import run_there
+    from kvbridge.inspect.elsewhere import prints_to_stderr, run_there
 
+    if arguments.python is not None:
         command = ["capture", "--engine", arguments.engine, "--model", str(Path(arguments.model).resolve())]
         code, text = run_there(arguments.python, command, arguments.given_options)
         if code is not Exit.CLEAN:
@@ -55,7 +57,9 @@ def run(arguments: Namespace, terminal: Terminal) -> Exit:
 
         engine = load_engine(arguments.engine)
         options = resolve_options(engine, arguments.given_options)
-        text = dump_manifests([engine.capture(model=Path(arguments.model), options=options)])
+        with prints_to_stderr():
+            manifest = engine.capture(model=Path(arguments.model), options=options)
+        text = dump_manifests([manifest])
     write_output(text, arguments.output)
     return Exit.CLEAN
 
@@ -74,4 +78,3 @@ def write_output(text: str, output: str | None) -> None:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"--output: got {output!r} ({reason}), expected a file that can be written") from error
-    remark(f"wrote {output}")

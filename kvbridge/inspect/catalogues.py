@@ -29,7 +29,9 @@ _EXAMPLES = {
 
 def parse(command: str, tokens: list[str]) -> Namespace:
     """Reads the command line behind a catalogue's name."""
-    parser = Parser(command, _SUMMARIES[command], _EXAMPLES[command])
+    parser = Parser(
+        command, "[OPTIONS]" if command == "schema" else "[NAME] [OPTIONS]", _SUMMARIES[command], _EXAMPLES[command]
+    )
     if command != "schema":
         parser.add_argument("name", nargs="?", metavar="NAME", help="one entry, in full")
         add_format(parser, "table", "json")

@@ -55,7 +55,7 @@ class Limit:
 
 def parse(tokens: list[str]) -> Namespace:
     """Reads the command line behind `check`."""
-    parser = Parser("check", SUMMARY, EXAMPLES)
+    parser = Parser("check", "[SOURCE] [OPTIONS]", SUMMARY, EXAMPLES)
     add_source_arguments(parser)
     parser.add_argument(
         "--consumer",

@@ -34,13 +34,14 @@ class UsageError(KVBridgeError):
 class Parser(argparse.ArgumentParser):
     """argparse with whole words only, examples kept as written, and errors as `UsageError`."""
 
-    def __init__(self, command: str, summary: str, examples: Sequence[str] = ()) -> None:
+    def __init__(self, command: str, arguments: str, summary: str, examples: Sequence[str] = ()) -> None:
         lines = "".join(f"  {PROGRAM} {example}\n" for example in examples)
         options: dict[str, Any] = {"color": False} if sys.version_info >= (3, 14) else {}
         super().__init__(
-            prog=f"{PROGRAM} {command}".strip(),
+            prog=f"{PROGRAM} {command}",
+            usage=f"{PROGRAM} {command} {arguments}",
             description=summary,
-            epilog=f"examples:\n{lines}" if lines else None,
+            epilog=f"examples:\n{lines}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
             **options,
@@ -49,6 +50,10 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raises instead of exiting, so that one place prints all errors."""
         raise UsageError(f"{message}\nsee: {self.prog} --help")
+
+    def explain(self, text: str) -> None:
+        """Puts a paragraph in front of the examples."""
+        self.epilog = f"{text}\n\n{self.epilog}"
 
     def option_names(self) -> frozenset[str]:
         """Option strings this parser knows itself."""

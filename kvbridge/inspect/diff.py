@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from kvbridge.engine import OptionValue, engine_names, load_engine
 from kvbridge.inspect.check import Limit, report
 from kvbridge.inspect.command import Exit, Parser, UsageError, add_format, add_no_color
-from kvbridge.inspect.options import parse_assignments, split_engine_options
+from kvbridge.inspect.options import ENGINE_OPTION, parse_assignments, split_engine_options
 from kvbridge.inspect.sources import SourceManifest, load
 from kvbridge.inspect.terminal import Cell, Terminal, emit, printable
 from kvbridge.manifest import SCHEMA_VERSION, DeclaredManifest, Manifest
@@ -37,7 +37,7 @@ _STYLES = {"same": "green", "copy": "green", "repack": "yellow", "incompatible":
 
 def parse(tokens: list[str]) -> Namespace:
     """Reads the command line behind `diff`."""
-    parser = Parser("diff", SUMMARY, EXAMPLES)
+    parser = Parser("diff", "A B [OPTIONS]", SUMMARY, EXAMPLES)
     for name in ("a", "b"):
         parser.add_argument(
             name,
@@ -45,9 +45,7 @@ def parse(tokens: list[str]) -> Namespace:
             help="manifest JSON, a model's config.json or its folder, - for stdin, or a built-in model; ENGINE: or "
             "ENGINE@VERSION: in front picks one engine",
         )
-    parser.add_argument(
-        "-O", dest="engine_options", action="append", default=[], metavar="NAME=VALUE", help="engine option of plans"
-    )
+    parser.add_argument("-O", **ENGINE_OPTION)
     add_format(parser, "table", "json", "sarif", "github")
     add_no_color(parser)
     rest, options = split_engine_options(tokens, parser)

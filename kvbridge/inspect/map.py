@@ -35,7 +35,7 @@ EXAMPLES = (
 
 def parse(tokens: list[str]) -> Namespace:
     """Reads the command line behind `map`."""
-    parser = Parser("map", SUMMARY, EXAMPLES)
+    parser = Parser("map", "[SOURCE] [OPTIONS]", SUMMARY, EXAMPLES)
     add_source_arguments(parser, memory=False)
     parser.add_argument(
         "--pool", metavar="NAME", help="pool to picture: NAME, NAME:RECORD or NAME@GROUP (default: all; svg takes one)"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from kvbridge.engine import Engine, EngineOption, OptionValue, engine_names, installed_version, load_engine
 from kvbridge.inspect.command import Parser, UsageError
@@ -34,20 +35,23 @@ class Choice:
     options: Mapping[str, OptionValue]
 
 
+ENGINE_OPTION: dict[str, Any] = {
+    "dest": "engine_options",
+    "action": "append",
+    "default": [],
+    "metavar": "NAME=VALUE",
+    "help": "engine option; `--NAME VALUE` does the same",
+}
+"""The argument `-O` of every command that plans or runs an engine."""
+
+
 def add_engine_arguments(parser: Parser, *, memory: bool = True) -> None:
     """Adds `--engine`, `--engine-version`, `-O` and, for plans, `--memory`."""
     parser.add_argument("--engine", metavar="NAME", help="plan for this engine only, or show only its manifests")
     parser.add_argument(
         "--engine-version", metavar="VERSION", help="whose rules apply (default: the newest known); needs --engine"
     )
-    parser.add_argument(
-        "-O",
-        dest="engine_options",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="engine option; `--NAME VALUE` does the same. `engines` lists them",
-    )
+    parser.add_argument("-O", **ENGINE_OPTION)
     if memory:
         parser.add_argument(
             "--memory", metavar="SIZE", help="bytes for the KV cache, as 80GiB or 64e9: blocks and tokens that fit"
@@ -65,6 +69,8 @@ def split_engine_options(tokens: list[str], parser: Parser) -> tuple[list[str], 
         The other tokens, and the options by name.
     """
     own = parser.option_names()
+    if not {"-h", "--help"}.isdisjoint(tokens):
+        parser.explain(_options_help())
     if not any(token.startswith("--") and token != "--" and token.split("=")[0] not in own for token in tokens):
         return tokens, {}
     known = known_options()
@@ -94,6 +100,17 @@ def split_engine_options(tokens: list[str], parser: Parser) -> tuple[list[str], 
         else:
             raise UsageError(f"--{name}: got no value, expected one\nsee: {parser.prog} --help")
     return rest, found
+
+
+def _options_help() -> str:
+    import textwrap
+
+    lines = []
+    for name in engine_names():
+        names = ", ".join(f"--{option.name}" for option in load_engine(name).options)
+        lines.append(f"engine options of {name} (`engines {name}` explains them):")
+        lines += textwrap.wrap(names, 100, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    return "\n".join(lines)
 
 
 def known_options() -> dict[str, list[EngineOption]]:

@@ -239,7 +239,8 @@ def _page(pool: Pool, parent: int | None, window: tuple[int, int]) -> Strip:
             ruling.append((start, rows * pitch, pitch))
             continue
         drawn = rows <= MAX_DRAWN_ROWS
-        segments += _drawn_rows(group, rows) if drawn else [Segment(start, rows * pitch, Role.DATA, "rows")]
+        one = Segment(start, rows * pitch, Role.DATA, f"{rows:,} rows of {pitch:,}")
+        segments += _drawn_rows(group, rows) if drawn else [one]
         for region in group:
             detail = f"{rows:,} x {region.row_bytes:,}, every {pitch:,}"
             keys.append(Key(region_role(region), region.name, region.offset, rows * region.row_bytes, detail))

@@ -7,6 +7,7 @@ c4     v4        64   37,376  37,440  37,440        64 ...
 from __future__ import annotations
 
 import json
+import textwrap
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
 
@@ -40,7 +41,7 @@ _LEFT = ("pool", "record", "padding", "group", "consumer", "verdict", "engine", 
 
 def parse(tokens: list[str]) -> Namespace:
     """Reads the command line behind `show`."""
-    parser = Parser("show", SUMMARY, EXAMPLES)
+    parser = Parser("show", "[SOURCE] [OPTIONS]", SUMMARY, EXAMPLES)
     add_source_arguments(parser)
     parser.add_argument(
         "--raw",
@@ -144,10 +145,12 @@ def page_table(manifest: SourceManifest, terminal: Terminal) -> str:
 def _memory(manifest: SourceManifest) -> Iterator[str]:
     plan = manifest.manifest.memory
     if plan is not None:
+        reason = textwrap.wrap(printable(plan.reason), 110)
         yield (
             f"memory: {plan.budget_bytes:,} bytes hold {plan.num_blocks:,} blocks and {plan.tokens:,} tokens, "
-            f"{plan.used_bytes:,} bytes allocated\n  {printable(plan.reason)}\n"
+            f"{plan.used_bytes:,} bytes allocated\n"
         )
+        yield "".join(f"  {line}\n" for line in reason)
 
 
 def waste_table(manifest: SourceManifest, terminal: Terminal) -> str:

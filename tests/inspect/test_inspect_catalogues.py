@@ -83,7 +83,7 @@ def test_an_engine_that_is_not_installed(command: str, tmp_path: Path) -> None:
 
 
 def test_capture_usage(tmp_path: Path) -> None:
-    assert "--engine: got none" in call("capture", "--model", tmp_path).err
+    assert "the following arguments are required: --engine" in call("capture", "--model", tmp_path).err
     wrong = call("capture", "--engine", "vllm", "--model", tmp_path, "--python", tmp_path / "no" / "python")
     assert wrong.code == 2
     assert "--python: got" in wrong.err
@@ -100,11 +100,19 @@ def test_another_interpreter_gets_options_and_its_output_comes_back(tmp_path: Pa
     from kvbridge.inspect.elsewhere import run_there
 
     stand_in = tmp_path / "python"
-    stand_in.write_text('#!/bin/sh\necho "$@"\necho "$PYTHONPATH" >&2\nexit 1\n', encoding="utf-8")
+    # Its stdout is the engine's chatter; the data are in the file behind -o, the last argument.
+    script = '#!/bin/sh\nfor last; do :; done\necho "$@" > "$last"\necho "chatter"\nexit 1\n'
+    stand_in.write_text(script, encoding="utf-8")
     stand_in.chmod(0o755)
     code, text = run_there(str(stand_in), ["parity", "--engine", "vllm"], {"block-size": 64, "flag": True})
     assert code == 1
-    assert text == "-m kvbridge.inspect parity --engine vllm -O block-size=64 -O flag=true\n"
+    assert text.startswith("-m kvbridge.inspect parity --engine vllm -O block-size=64 -O flag=true -o ")
+    outcome = call("parity", "--engine", "vllm", "--python", stand_in)
+    assert outcome.code == 1
+    assert "chatter" not in outcome.out
+    assert outcome.out.startswith("-m kvbridge.inspect parity")
+    stand_in.write_text("#!/bin/sh\nexit 0\n", encoding="utf-8")
+    assert "ended with 0 and wrote nothing" in call("parity", "--engine", "vllm", "--python", stand_in).err
     stand_in.write_text("#!/bin/sh\nexit 44\n", encoding="utf-8")
     outcome = call("parity", "--engine", "vllm", "--python", stand_in)
     assert outcome.code == 2
