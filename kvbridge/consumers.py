@@ -165,7 +165,7 @@ def fits(
         obstacles = [*page_rows_obstacles(question), *stride_obstacles(question), *address_obstacles(question)]
     if heads is not None:
         obstacles += head_obstacles(question, heads)
-    width = int(slots.shape[-1]) if topk is None and slots is not None else topk
+    width = int(slots.shape[-1]) if topk is None and slots is not None and slots.ndim else topk
     if width is not None:
         obstacles += topk_obstacles(question, width)
     findings = [obstacle.finding for obstacle in obstacles]

@@ -169,6 +169,8 @@ def check_table_stride(
         consumer: Consumer name.
     """
     table = as_table(slots)
+    if table.ndim != 2:  # `check_slots` says so
+        return []
     rows, width = table.shape
     expected = width if row_stride is None else row_stride
     found = []

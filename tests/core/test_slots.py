@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbridge.consumers import get_consumer
+from kvbridge.consumers import consumer_names, fits, get_consumer
 from kvbridge.contract import IndexUnitError, Sentinel
 from kvbridge.errors import SlotError
 from kvbridge.layout import PageLayout
@@ -157,6 +157,13 @@ def test_narrow_dtypes_are_refused(dtype):
 @pytest.mark.parametrize("shape", [(4,), (2, 2, 4), (1, 1, 1, 4)])
 def test_shapes_of_slots(shape):
     assert codes(check_slots(torch.zeros(shape, dtype=torch.int64), capacity_rows=8)) == {"slot-shape"}
+
+
+@pytest.mark.parametrize("name", consumer_names())
+@pytest.mark.parametrize("shape", [(), (4,), (2, 2, 4), (1, 1, 1, 4)])
+def test_consumers_refuse_shapes_they_cannot_read(shape, name):
+    slots = torch.zeros(shape, dtype=getattr(torch, get_consumer(name).slot_dtypes[0]))
+    assert "slot-shape" in [finding.code for finding in fits(V4, name, slots=slots).findings]
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 1), ()])
