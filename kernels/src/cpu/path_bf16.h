@@ -110,9 +110,10 @@ void run_item(const kvb_call* call, const Item* item, void* scratch) {
     Shapes shapes;
     products_begin(shapes);
     const float scale2 = call->scale * LOG2_E;
+    const int32_t step = row_step(item->padded);
     for (int32_t block = 0; count > 0; block++) {
       const Row* now = rows[block & 1];
-      const int32_t padded_rows = (count + ROW_STEP - 1) / ROW_STEP * ROW_STEP;
+      const int32_t padded_rows = (count + step - 1) / step * step;
       load_block(b, now, count, padded_rows, call->d_qk, padded);
       Ahead ahead = {rows[(block + 1) & 1], walk.next(rows[(block + 1) & 1], BLOCK_ROWS), 0};
       score_block(b, padded_rows, call->d_qk, item->padded, ahead);

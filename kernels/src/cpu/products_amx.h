@@ -15,7 +15,7 @@ namespace {
 
 constexpr int32_t BLOCK_ROWS = 256;
 constexpr int64_t KEY_CHUNK = (BLOCK_ROWS + 16) * 32;     // not a multiple of 4 KiB: a tile column must not fall into few cache sets
-constexpr int32_t ROW_STEP = 32;
+inline int32_t row_step(int32_t padded) { return padded % 32 ? 64 : 32; }   // rows a score step takes
 constexpr int32_t EXTRA_WEIGHTS = 2;
 constexpr int32_t FEW_HEADS = 0;
 constexpr int64_t TILE = 512;       // bf16 values
@@ -67,51 +67,77 @@ inline void multiply_tiles(const bf16* a0, const bf16* a1, const bf16* b0, const
   }
 }
 
-// The same with one tile of B: 16 heads in all.
-inline void multiply_column(const bf16* a0, const bf16* a1, const bf16* b0, int32_t steps, int64_t a_step, int64_t b_step) {
-  for (int32_t i = 0; i < steps; i++, a0 += a_step, a1 += a_step, b0 += b_step) {
-    _tile_loadd(4, a0, 64);
-    _tile_loadd(6, b0, 64);
+// Four tiles of A, `across` apart, against one of B: the last 16 heads. Four sums, since a product takes as long as four.
+inline void multiply_column(const bf16* a, int64_t across, const bf16* b, int32_t steps, int64_t a_step, int64_t b_step) {
+  for (int32_t i = 0; i < steps; i++, a += a_step, b += b_step) {
+    _tile_loadd(6, b, 64);
+    _tile_loadd(4, a, 64);
     _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(5, a1, 64);
-    _tile_dpbf16ps(2, 5, 6);
+    _tile_loadd(5, a + across, 64);
+    _tile_dpbf16ps(1, 5, 6);
+    _tile_loadd(4, a + 2 * across, 64);
+    _tile_dpbf16ps(2, 4, 6);
+    _tile_loadd(5, a + 3 * across, 64);
+    _tile_dpbf16ps(3, 5, 6);
   }
 }
 
-// The same with one tile of A.
-inline void multiply_row(const bf16* a0, const bf16* b0, const bf16* b1, int32_t steps, int64_t a_step, int64_t b_step) {
-  for (int32_t i = 0; i < steps; i++, a0 += a_step, b0 += b_step, b1 += b_step) {
-    _tile_loadd(4, a0, 64);
-    _tile_loadd(6, b0, 64);
+// One tile of A against four of B.
+inline void multiply_row(const bf16* a, const bf16* b, int64_t across, int32_t steps, int64_t a_step, int64_t b_step) {
+  for (int32_t i = 0; i < steps; i++, a += a_step, b += b_step) {
+    _tile_loadd(4, a, 64);
+    _tile_loadd(6, b, 64);
     _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, b1, 64);
+    _tile_loadd(7, b + across, 64);
     _tile_dpbf16ps(1, 4, 7);
+    _tile_loadd(6, b + 2 * across, 64);
+    _tile_dpbf16ps(2, 4, 6);
+    _tile_loadd(7, b + 3 * across, 64);
+    _tile_dpbf16ps(3, 4, 7);
   }
+}
+
+inline void clear_sums() {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+}
+
+// The four sums lie `right`, `down` and `right + down` floats from the first.
+inline void load_sums(float* at, int64_t right, int64_t down) {
+  _tile_loadd(0, at, 64);
+  _tile_loadd(1, at + right, 64);
+  _tile_loadd(2, at + down, 64);
+  _tile_loadd(3, at + down + right, 64);
+}
+
+inline void store_sums(float* at, int64_t right, int64_t down, int64_t line) {
+  _tile_stored(0, at, line);
+  _tile_stored(1, at + right, line);
+  _tile_stored(2, at + down, line);
+  _tile_stored(3, at + down + right, line);
 }
 
 template <class Next>
 inline void score_block(const Buffers& b, int32_t rows, int32_t depth, int32_t padded, Next& ahead) {
-  const int32_t steps = rows / 32 * ((padded + 31) / 32), share = (ahead.count + steps - 1) / steps;
-  const int64_t line = 4 * static_cast<int64_t>(padded);
+  const int32_t steps = rows / 32 * (padded / 32) + rows / 64 * (padded / 16 % 2), share = (ahead.count + steps - 1) / steps;
+  const int64_t line = 4 * static_cast<int64_t>(padded), column = 16 * static_cast<int64_t>(depth);
   stores_are_done();
   for (int32_t n = 0; n < rows; n += 32)
-    for (int32_t h = 0; h < padded; h += 32) {
+    for (int32_t h = 0; h + 32 <= padded; h += 32) {
       const bf16 *keys = b.keys + n * 32, *queries = b.queries + static_cast<int64_t>(h) * depth;
-      float* to = b.scores + static_cast<int64_t>(n) * padded + h;
       ahead.fetch(share);
-      _tile_zero(0);
-      _tile_zero(2);
-      if (h + 16 < padded) {
-        _tile_zero(1);
-        _tile_zero(3);
-        multiply_tiles(keys, keys + TILE, queries, queries + 16 * static_cast<int64_t>(depth), depth / 32, KEY_CHUNK, TILE);
-        _tile_stored(1, to + 16, line);
-        _tile_stored(3, to + 16 * padded + 16, line);
-      } else {
-        multiply_column(keys, keys + TILE, queries, depth / 32, KEY_CHUNK, TILE);
-      }
-      _tile_stored(0, to, line);
-      _tile_stored(2, to + 16 * padded, line);
+      clear_sums();
+      multiply_tiles(keys, keys + TILE, queries, queries + column, depth / 32, KEY_CHUNK, TILE);
+      store_sums(b.scores + static_cast<int64_t>(n) * padded + h, 16, 16 * padded, line);
+    }
+  if (padded % 32)
+    for (int32_t n = 0; n < rows; n += 64) {
+      ahead.fetch(share);
+      clear_sums();
+      multiply_column(b.keys + n * 32, TILE, b.queries + (padded - 16) * static_cast<int64_t>(depth), depth / 32, KEY_CHUNK, TILE);
+      store_sums(b.scores + static_cast<int64_t>(n) * padded + padded - 16, 16 * padded, 32 * padded, line);
     }
   stores_are_done();
 }
@@ -140,41 +166,27 @@ inline void shrink_sums(const Buffers& b, int32_t heads, int64_t padded) {
   }
 }
 
-inline void load_sums(float* at, int64_t across, bool two, bool first) {
-  if (first) {
-    _tile_zero(0);
-    _tile_zero(1);
-    if (two) { _tile_zero(2); _tile_zero(3); }
-  } else {
-    _tile_loadd(0, at, 64);
-    _tile_loadd(1, at + across, 64);
-    if (two) { _tile_loadd(2, at + 256, 64); _tile_loadd(3, at + across + 256, 64); }
-  }
-}
-
 inline void value_block(const Buffers& b, int32_t rows, const Item* item, bool first) {
-  const int64_t padded = item->padded, slab = BLOCK_ROWS / 2 * 32;
+  const int64_t padded = item->padded, slab = BLOCK_ROWS / 2 * 32, across = padded * 16;
   const int32_t blocks = (rows + 31) / 32;
   bf16* tiles = b.weights + BLOCK_ROWS * padded;
   turn_weights(b, rows, padded, tiles);
   if (!first) shrink_sums(b, item->heads, padded);
   stores_are_done();
   for (int64_t d = 0; d < KVB_DV / 16; d += 2)
-    for (int64_t h = 0; h < padded; h += 32) {
-      const bf16 *weights = tiles + h / 16 * blocks * TILE, *values = b.values + d * slab;
-      float* at = b.state.sums + (d * padded + h) * 16;
-      const int64_t across = padded * 16;
-      const bool two = h + 16 < padded;
-      load_sums(at, across, two, first);
-      if (two) {
-        multiply_tiles(weights, weights + blocks * TILE, values, values + slab, blocks, TILE, TILE);
-        _tile_stored(2, at + 256, 64);
-        _tile_stored(3, at + across + 256, 64);
-      } else {
-        multiply_row(weights, values, values + slab, blocks, TILE, TILE);
-      }
-      _tile_stored(0, at, 64);
-      _tile_stored(1, at + across, 64);
+    for (int64_t h = 0; h + 32 <= padded; h += 32) {
+      const bf16* weights = tiles + h / 16 * blocks * TILE;
+      float* at = b.state.sums + d * across + h * 16;
+      if (first) clear_sums(); else load_sums(at, across, 256);
+      multiply_tiles(weights, weights + blocks * TILE, b.values + d * slab, b.values + (d + 1) * slab, blocks, TILE, TILE);
+      store_sums(at, across, 256, 64);
+    }
+  if (padded % 32)
+    for (int64_t d = 0; d < KVB_DV / 16; d += 4) {
+      float* at = b.state.sums + d * across + (padded - 16) * 16;
+      if (first) clear_sums(); else load_sums(at, across, 2 * across);
+      multiply_row(tiles + (padded / 16 - 1) * blocks * TILE, b.values + d * slab, slab, blocks, TILE, TILE);
+      store_sums(at, across, 2 * across, 64);
     }
   stores_are_done();
 }

@@ -8,6 +8,7 @@ namespace {
 constexpr int32_t BLOCK_ROWS = 96;
 constexpr int64_t KEY_CHUNK = BLOCK_ROWS * 32;
 constexpr int32_t ROW_STEP = 4;
+inline int32_t row_step(int32_t) { return ROW_STEP; }
 constexpr int32_t EXTRA_WEIGHTS = 1;
 constexpr int32_t FEW_HEADS = 8;
 
