@@ -57,8 +57,8 @@ class Backend(Protocol):
     def unsupported(self, plan: Plan) -> str | None:
         """Why the backend cannot serve the plan; None if it can."""
 
-    def workspace_bytes(self, plan: Plan) -> int:
-        """Workspace for every call at or below the plan's caps."""
+    def workspace_bytes(self, plan: Plan, device: torch.device) -> int:
+        """Workspace on a device for every call at or below the plan's caps."""
 
     def prepare(self, plan: Plan, device: torch.device) -> Any:
         """Compiles, loads and sets attributes; the result is handed to `bind`."""

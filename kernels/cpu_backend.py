@@ -75,7 +75,7 @@ class CpuBackend:
             return str(error)
         return None
 
-    def workspace_bytes(self, plan: Plan) -> int:
+    def workspace_bytes(self, plan: Plan, device: torch.device) -> int:
         """Room for partial results of as many threads as torch has now; with more of them slots stay unsplit."""
         invariant = plan.caps.mode == Mode.BATCH_INVARIANT
         threads = torch.get_num_threads()

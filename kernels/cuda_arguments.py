@@ -2,14 +2,17 @@
 
     Call (tensors, checked)  ->  DecodeArguments (addresses, strides, counts)  ->  parameter buffer of the launch
 
-The structure is the same whether a GPU runs it or the emulator of the tests does: both get it from here.
+The structure is the same whether a GPU runs it or the emulator of the tests does: both get it from here. What changes
+from run to run is written by a few packed stores: a ctypes field costs as much as a whole run of them.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
-from dataclasses import dataclass
+import struct
+from dataclasses import dataclass, field
 from enum import IntFlag
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +20,8 @@ import torch
 
 from kvbridge.kernels import cuda_tiles
 from kvbridge.kernels.cuda_tiles import FORMATS, Variant
+from kvbridge.kernels.errors import KernelError
+from kvbridge.kernels.plan import Mode
 from kvbridge.records import Arrangement, get_record
 
 if TYPE_CHECKING:
@@ -88,25 +93,68 @@ class Launch:
         variant: Compiled template arguments.
         multiprocessors: Of the device.
         switches: Optimisations that are on.
+        head_tiles: Blocks that share one query.
+        most_units: Blocks that split calls may have; 0 where no call is split.
+        offsets: Where counters, partial states and partial outputs start in the workspace, in bytes.
     """
 
     plan: Plan
     variant: Variant
     multiprocessors: int
     switches: Switches = Switches()
+    head_tiles: int = field(init=False)
+    most_units: int = field(init=False)
+    offsets: tuple[int, int, int] = field(init=False)
 
-    @property
-    def head_tiles(self) -> int:
-        """Blocks that share one query."""
-        return -(-self.plan.caps.heads // self.variant.heads)
+    def __post_init__(self) -> None:
+        split = self.plan.caps.mode != Mode.BATCH_INVARIANT
+        object.__setattr__(self, "head_tiles", -(-self.plan.caps.heads // self.variant.heads))
+        object.__setattr__(self, "most_units", 2 * self.multiprocessors if split else 0)
+        counters = cuda_tiles.counters_bytes(self.multiprocessors)
+        blocks = cuda_tiles.most_blocks(self.plan, self.variant, self.multiprocessors)
+        states = 4 * cuda_tiles.STATE_FLOATS * self.variant.heads * blocks
+        object.__setattr__(self, "offsets", (0, counters, counters + states))
 
     @property
     def workspace_bytes(self) -> int:
         """Enough for every call at or below the caps."""
         return cuda_tiles.workspace_bytes(self.plan, self.variant, multiprocessors=self.multiprocessors)
 
+    def splits(self, queries: int, width: int) -> int:
+        """`cuda_tiles.splits` with everything but the call worked out before."""
+        if not queries:
+            return 1
+        return max(1, min(self.most_units // (queries * self.head_tiles), -(-width // self.variant.tokens)))
 
-def fill(arguments: DecodeArguments, call: Call, launch: Launch, workspace: torch.Tensor | None) -> None:
+
+_CACHE_BYTES = ctypes.sizeof(CacheArguments)
+_SLOTS_AT = tuple(index * _CACHE_BYTES + CacheArguments.slots.offset for index in range(MAX_CACHES))
+_WIDTH_AT = tuple(index * _CACHE_BYTES + CacheArguments.width.offset for index in range(MAX_CACHES))
+_BITS_AT = tuple(index * _CACHE_BYTES + CacheArguments.slots_are_64_bit.offset for index in range(MAX_CACHES))
+_Q_AT, _SEQUENCES_AT = DecodeArguments.q.offset, DecodeArguments.sequence_of_query.offset
+_TAIL_AT = DecodeArguments.q_query_stride.offset
+_SLOTS, _WIDTH, _BITS = struct.Struct("=4q"), struct.Struct("=i"), struct.Struct("=5i")
+_TENSORS, _ADDRESS, _TAIL = struct.Struct("=3q"), struct.Struct("=q"), struct.Struct("=6qf6i")
+
+
+def _check_offsets() -> None:
+    """The packed stores rely on runs of fields that the structure keeps together."""
+    cache, call = CacheArguments, DecodeArguments
+    runs = (
+        ("slots .. lengths_stride", cache.slots.offset + _SLOTS.size, cache.lengths_stride.offset + 8),
+        ("slots_are_64_bit .. sequences", cache.slots_are_64_bit.offset + _BITS.size, cache.sequences.offset + 4),
+        ("q .. lse", call.q.offset + _TENSORS.size, call.sink.offset),
+        ("q_query_stride .. flags", call.q_query_stride.offset + _TAIL.size, call.flags.offset + 4),
+    )
+    for name, got, expected in runs:
+        if got != expected:
+            raise KernelError(f"DecodeArguments, fields {name}: got {got} as their end, expected {expected}")
+
+
+_check_offsets()
+
+
+def fill(arguments: DecodeArguments, call: Call, launch: Launch, workspace: torch.Tensor | None) -> int:
     """Writes everything a call needs.
 
     Args:
@@ -114,99 +162,122 @@ def fill(arguments: DecodeArguments, call: Call, launch: Launch, workspace: torc
         call: Checked call.
         launch: Variant and device.
         workspace: uint8 of at least `launch.workspace_bytes`, counters zeroed; None where that is 0.
+
+    Returns:
+        Splits of the call.
     """
-    arguments.heads = call.heads
-    arguments.caches = len(call.caches)
-    arguments.scale_log2 = call.scale * _LOG2_E
-    arguments.sink = None if call.sink is None else call.sink.data_ptr()
+    sink = call.sink
+    if sink is not None:
+        arguments.sink = sink.data_ptr()
     for index, cache in enumerate(call.caches):
         _fill_pages(arguments.cache[index], cache)
     if workspace is not None:
-        counters = cuda_tiles.counters_bytes(launch.multiprocessors)
-        blocks = cuda_tiles.most_blocks(launch.plan, launch.variant, launch.multiprocessors)
-        states = 4 * cuda_tiles.STATE_FLOATS * launch.variant.heads * blocks
-        arguments.counters = workspace.data_ptr()
-        arguments.partial_state = workspace.data_ptr() + counters
-        arguments.partial_out = workspace.data_ptr() + counters + states
-    fill_tensors(arguments, call, launch)
+        start = workspace.data_ptr()
+        arguments.counters, arguments.partial_state, arguments.partial_out = (start + at for at in launch.offsets)
+    return fill_tensors(arguments, call, launch)
 
 
-def fill_tensors(arguments: DecodeArguments, call: Call, launch: Launch) -> None:
-    """Writes what may change from run to run: tensors, their strides and the query count."""
-    q, out, lse = call.q, call.out, call.lse
-    flags = _flags(call, launch)
-    q_query, q_head, _ = q.stride()
-    arguments.q, arguments.q_query_stride, arguments.q_head_stride = q.data_ptr(), q_query, q_head
-    if not (q.data_ptr() | 2 * q_query | 2 * q_head) % 16:
-        flags |= Flag.QUERY_VECTORS
-    arguments.out = out.data_ptr()
-    arguments.out_query_stride, arguments.out_head_stride, _ = out.stride()
+def fill_tensors(arguments: DecodeArguments, call: Call, launch: Launch) -> int:
+    """Writes what may change from run to run: tensors, their strides and the query count.
+
+    Returns:
+        Splits of the call.
+    """
+    q, out, lse, queries = call.q, call.out, call.lse, call.queries
+    q_address, (q_query, q_head, _), (out_query, out_head, _) = q.data_ptr(), q.stride(), out.stride()
+    lse_address, lse_query, lse_head = (0, 0, 0) if lse is None else (lse.data_ptr(), *lse.stride())
+    flags = _flags(call, launch.switches)
+    if not (q_address | 2 * q_query | 2 * q_head) % 16:
+        flags |= _QUERY_VECTORS
     if out.dtype is torch.float32:
-        flags |= Flag.OUT_FP32
-    arguments.lse = None if lse is None else lse.data_ptr()
-    if lse is not None:
-        arguments.lse_query_stride, arguments.lse_head_stride = lse.stride()
-    arguments.queries = call.queries
-    sequences = call.sequence_of_query
+        flags |= _OUT_FP32
+    sequences, wide_sequences = call.sequence_of_query, False
     if sequences is not None:
-        arguments.sequence_of_query = sequences.data_ptr()
-        arguments.sequences_are_64_bit = sequences.dtype is torch.int64
+        _ADDRESS.pack_into(arguments, _SEQUENCES_AT, sequences.data_ptr())
+        wide_sequences = sequences.dtype is torch.int64
     width = 0
     for index, cache in enumerate(call.caches):
-        width += _fill_slots(arguments.cache[index], cache)
-    arguments.splits = cuda_tiles.splits(
-        launch.plan, launch.variant, multiprocessors=launch.multiprocessors, queries=call.queries, width=width
+        width += _fill_slots(arguments, index, cache)
+    splits = launch.splits(queries, width)
+    _TENSORS.pack_into(arguments, _Q_AT, q_address, out.data_ptr(), lse_address)
+    _TAIL.pack_into(
+        arguments,
+        _TAIL_AT,
+        q_query,
+        q_head,
+        out_query,
+        out_head,
+        lse_query,
+        lse_head,
+        call.scale * _LOG2_E,
+        queries,
+        call.heads,
+        len(call.caches),
+        splits,
+        wide_sequences,
+        flags,
     )
-    arguments.flags = flags
+    return splits
 
 
 def _fill_pages(target: CacheArguments, cache: CallCache) -> None:
-    view, record = cache.view, get_record(cache.record)
-    target.base = view.base_address
-    target.page_stride_bytes = view.page_stride_bytes
-    target.page_rows = view.page_rows
+    view = cache.view
+    target.base = base = view.base_address
+    target.page_stride_bytes = stride = view.page_stride_bytes
+    target.page_rows = page_rows = view.page_rows
     target.capacity = view.capacity_rows
     target.format = FORMATS[cache.record]
-    data, scales = record.block_bytes("data"), record.block_bytes("scales")
-    if record.arrangement is Arrangement.INTERLEAVED:
-        data, scales = record.row_bytes, 0
+    data, scales = _row_bytes(cache.record)
     target.data_bytes = target.row_stride_bytes = data
     target.scales_bytes = target.scales_stride_bytes = scales
-    target.scales_offset_bytes = view.page_rows * data if scales else 0
-    misaligned = (view.base_address | view.page_stride_bytes | data) % 16
-    target.piece_bytes = 8 if misaligned else 16
+    target.scales_offset_bytes = page_rows * data if scales else 0
+    target.piece_bytes = 8 if (base | stride | data) % 16 else 16
 
 
-def _fill_slots(target: CacheArguments, cache: CallCache) -> int:
-    slots, lengths = cache.slots, cache.lengths
-    target.slots = slots.data_ptr()
-    target.slots_stride = slots.stride(0)
-    target.slots_are_64_bit = slots.dtype is torch.int64
-    target.slots_per_sequence = cache.slots_per_sequence
+@functools.cache
+def _row_bytes(record: str) -> tuple[int, int]:
+    """Bytes of a row's data and of its scales."""
+    form = get_record(record)
+    if form.arrangement is Arrangement.INTERLEAVED:
+        return form.row_bytes, 0
+    return form.block_bytes("data"), form.block_bytes("scales")
+
+
+def _fill_slots(arguments: DecodeArguments, index: int, cache: CallCache) -> int:
+    slots, lengths, per_sequence = cache.slots, cache.lengths, cache.lengths_per_sequence
     rows, width = slots.shape
-    target.width = width
-    target.lengths = None if lengths is None else lengths.data_ptr()
-    target.lengths_per_sequence = cache.lengths_per_sequence
+    lengths_address, lengths_stride, wide_lengths = 0, 0, False
     if lengths is not None:
-        target.lengths_stride = lengths.stride(0)
-        target.lengths_are_64_bit = lengths.dtype is torch.int64
-        if cache.lengths_per_sequence:
+        lengths_address, lengths_stride = lengths.data_ptr(), lengths.stride()[0]
+        wide_lengths = lengths.dtype is torch.int64
+        if per_sequence:
             rows = min(rows, lengths.shape[0]) if cache.slots_per_sequence else lengths.shape[0]
-    target.sequences = rows
-    return int(width)
+    _SLOTS.pack_into(arguments, _SLOTS_AT[index], slots.data_ptr(), lengths_address, slots.stride()[0], lengths_stride)
+    _WIDTH.pack_into(arguments, _WIDTH_AT[index], width)
+    wide_slots = slots.dtype is torch.int64
+    _BITS.pack_into(arguments, _BITS_AT[index], wide_slots, wide_lengths, cache.slots_per_sequence, per_sequence, rows)
+    return width
 
 
-def _flags(call: Call, launch: Launch) -> Flag:
+# As plain integers: combining flags of an enumeration costs more than everything else here.
+_OUT_FP32, _QUERY_VECTORS = int(Flag.OUT_FP32), int(Flag.QUERY_VECTORS)
+_FUSED_MERGE, _PLAIN_PIPELINE = int(Flag.FUSED_MERGE), int(Flag.PLAIN_PIPELINE)
+_LSE_BASE2, _LSE_WITH_SINK, _LSE_EMPTY = (
+    int(Flag.LSE_BASE2),
+    int(Flag.LSE_WITH_SINK),
+    int(Flag.LSE_EMPTY_POSITIVE),
+)
+
+
+def _flags(call: Call, switches: Switches) -> int:
     form = call.lse_format
-    flags = Flag(0)
-    if form.base == "2":
-        flags |= Flag.LSE_BASE2
+    flags = _LSE_BASE2 if form.base == "2" else 0
     if form.includes_sink:
-        flags |= Flag.LSE_WITH_SINK
+        flags |= _LSE_WITH_SINK
     if form.empty > 0:
-        flags |= Flag.LSE_EMPTY_POSITIVE
-    if launch.switches.fused_merge:
-        flags |= Flag.FUSED_MERGE
-    if not launch.switches.pipelined:
-        flags |= Flag.PLAIN_PIPELINE
+        flags |= _LSE_EMPTY
+    if switches.fused_merge:
+        flags |= _FUSED_MERGE
+    if not switches.pipelined:
+        flags |= _PLAIN_PIPELINE
     return flags

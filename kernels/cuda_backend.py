@@ -10,6 +10,7 @@ bytes may change between replays. No libtorch is linked; torch only lends tensor
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ import torch
 
 from kvbridge.kernels import cuda_arguments, cuda_build, cuda_driver, cuda_tiles
 from kvbridge.kernels.cuda_arguments import DecodeArguments, Launch, Switches
+from kvbridge.kernels.cuda_build import CudaBuildError
 from kvbridge.kernels.cuda_driver import CudaDriverError, Kernel, ParameterBuffer
 
 if TYPE_CHECKING:
@@ -24,11 +26,16 @@ if TYPE_CHECKING:
     from kvbridge.kernels.plan import Plan
 
 _ALL_ON = Switches()
+_LEAST_CAPABILITY = 80
 _PIECE_BYTES = 8  # bases and page strides must be multiples of this
 
 
 def _torch_stream(ordinal: int) -> int:
     return int(torch.cuda.current_stream(ordinal).cuda_stream)
+
+
+# The raw handle without a Stream object around it, a microsecond cheaper; what torch's own compiled kernels ask for.
+_stream_of: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _torch_stream)
 
 
 class Loaded:
@@ -54,7 +61,7 @@ class CudaBackend:
         *,
         name: str = "cuda",
         switches: Switches = _ALL_ON,
-        stream_of: Callable[[int], int] = _torch_stream,
+        stream_of: Callable[[int], int] = _stream_of,
     ) -> None:
         self.name = name
         self.switches = switches
@@ -68,7 +75,9 @@ class CudaBackend:
             return f"runs on cuda tensors, not on {device_type}"
         try:
             cuda_driver.load_driver()
-        except CudaDriverError as error:
+            if not os.environ.get(cuda_build.CUBIN_FOLDER_VARIABLE):
+                cuda_build.load_nvrtc()
+        except (CudaDriverError, CudaBuildError) as error:
             return str(error)
         return None
 
@@ -89,12 +98,16 @@ class CudaBackend:
     def launch_of(self, plan: Plan, ordinal: int) -> Launch:
         """The variant that serves a plan on a device, and what its calls need."""
         device = self.device(ordinal)
+        if device.capability < _LEAST_CAPABILITY:
+            raise CudaDriverError(
+                f"compute capability of device {ordinal}: got {device.capability / 10}, expected at least 8.0"
+            )
         variant = cuda_tiles.choose_variant(plan, device.capability)
         return Launch(plan, variant, device.multiprocessors, self.switches)
 
-    def workspace_bytes(self, plan: Plan) -> int:
-        """Workspace for every call at or below the caps, on the current device."""
-        return self.launch_of(plan, torch.cuda.current_device()).workspace_bytes
+    def workspace_bytes(self, plan: Plan, device: torch.device) -> int:
+        """Workspace for every call at or below the caps; devices differ in multiprocessors and in what tile fits."""
+        return self.launch_of(plan, device.index or 0).workspace_bytes
 
     def prepare(self, plan: Plan, device: torch.device) -> Loaded:
         """Compiles and loads.
@@ -158,19 +171,18 @@ class CudaRunner:
         self._ordinal = prepared.kernel.device.ordinal
         structure = DecodeArguments()
         self._buffer = ParameterBuffer(structure)
-        cuda_arguments.fill(structure, call, prepared.launch, workspace)
-        self._after_fill(structure)
+        splits = cuda_arguments.fill(structure, call, prepared.launch, workspace)
+        self._after_fill(call.queries, splits)
 
     def update(self, call: Call) -> None:
         """Takes over tensors that changed."""
         structure: Any = self._buffer.structure
-        cuda_arguments.fill_tensors(structure, call, self._launch)
-        self._after_fill(structure)
+        self._after_fill(call.queries, cuda_arguments.fill_tensors(structure, call, self._launch))
 
-    def _after_fill(self, structure: DecodeArguments) -> None:
-        self._grid = (structure.queries, self._launch.head_tiles, structure.splits)
-        self._separate_merge = structure.splits > 1 and not self._launch.switches.fused_merge
-        self.launch = self._launch_now if structure.queries else _nothing
+    def _after_fill(self, queries: int, splits: int) -> None:
+        self._grid = (queries, self._launch.head_tiles, splits)
+        self._separate_merge = splits > 1 and not self._launch.switches.fused_merge
+        self.launch = self._launch_now if queries else _nothing
 
     def _launch_now(self) -> None:
         stream = self._stream_of(self._ordinal)

@@ -18,6 +18,7 @@ from kvbridge.kernels.errors import KernelError
 
 # CUDA driver API, cuda.h: the values of CU_LAUNCH_PARAM_END, _BUFFER_POINTER and _BUFFER_SIZE.
 _END, _BUFFER_POINTER, _BUFFER_SIZE = 0, 1, 2
+_NO_CONTEXT = (201, 400)  # CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_INVALID_HANDLE
 _CAPTURING = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 
 
@@ -100,13 +101,24 @@ class Kernel:
         device: Where it is loaded.
     """
 
-    __slots__ = ("_decode", "_driver", "_launch_kernel", "_merge", "_module", "device", "variant")
+    __slots__ = (
+        "_context",
+        "_decode",
+        "_driver",
+        "_launch_kernel",
+        "_merge",
+        "_module",
+        "_shared_bytes",
+        "device",
+        "variant",
+    )
 
     def __init__(self, driver: Any, device: Device, variant: Variant, cubin: Any) -> None:
         self._driver = driver
         self.device = device
         self.variant = variant
         self._launch_kernel = driver.cuLaunchKernel
+        self._shared_bytes = variant.shared_bytes
         what = f"{variant.decode_name} on device {device.ordinal} ({device.arch})"
         if variant.shared_bytes > device.shared_limit:
             raise CudaDriverError(
@@ -114,10 +126,10 @@ class Kernel:
             )
         handle = checked(driver, driver.cuDeviceGet(device.ordinal), f"cuDeviceGet({device.ordinal})")
         # Torch lives in the primary context; it must be current for loading, whatever the caller has current.
-        context = checked(
+        self._context = checked(
             driver, driver.cuDevicePrimaryCtxRetain(handle), f"primary context of device {device.ordinal}"
         )
-        checked(driver, driver.cuCtxPushCurrent(context), "cuCtxPushCurrent")
+        checked(driver, driver.cuCtxPushCurrent(self._context), "cuCtxPushCurrent")
         try:
             self._module = checked(driver, driver.cuModuleLoadData(cubin.content), f"loading {what}")
             self._decode = checked(
@@ -138,12 +150,22 @@ class Kernel:
         Raises:
             CudaDriverError: The driver refused; nothing ran.
         """
-        function, shared = (self._merge, 0) if merge else (self._decode, self.variant.shared_bytes)
+        function, shared = (self._merge, 0) if merge else (self._decode, self._shared_bytes)
         x, y, z = grid
         returned = self._launch_kernel(function, x, y, z, THREADS, 1, 1, shared, stream, 0, buffer.address)
         if returned[0]:
+            if int(returned[0]) in _NO_CONTEXT:
+                # A fresh thread has no context, and one that works on two devices has the last one's: rare enough that
+                # looking beforehand would cost more than trying again.
+                checked(self._driver, self._driver.cuCtxPushCurrent(self._context), "cuCtxPushCurrent")
+                try:
+                    returned = self._launch_kernel(function, x, y, z, THREADS, 1, 1, shared, stream, 0, buffer.address)
+                finally:
+                    self._driver.cuCtxPopCurrent()
             name = self.variant.merge_name if merge else self.variant.decode_name
-            checked(self._driver, returned, f"launching {name} with grid {grid} and {shared} bytes of shared memory")
+            where = f"device {self.device.ordinal} ({self.device.arch})"
+            action = f"launching {name} on {where} with grid {grid} and {shared} bytes of shared memory"
+            checked(self._driver, returned, action)
 
 
 def require_not_capturing(driver: Any, stream: int) -> None:

@@ -137,7 +137,7 @@ def prepare(
     choice = choose(plan, place.type, backend=backend)
     chosen = get_backend(choice.backend)
     state = chosen.prepare(plan, place)
-    needed = chosen.workspace_bytes(plan)
+    needed = chosen.workspace_bytes(plan, place)
     if workspace is None:
         workspace = torch.zeros(needed, dtype=torch.uint8, device=place) if needed else None
     else:

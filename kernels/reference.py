@@ -103,7 +103,7 @@ class ReferenceBackend:
         """Serves every plan."""
         return None
 
-    def workspace_bytes(self, plan: Plan) -> int:
+    def workspace_bytes(self, plan: Plan, device: torch.device) -> int:
         """Needs none."""
         return 0
 

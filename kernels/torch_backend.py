@@ -39,7 +39,7 @@ class TorchBackend:
         """Serves every plan."""
         return None
 
-    def workspace_bytes(self, plan: Plan) -> int:
+    def workspace_bytes(self, plan: Plan, device: torch.device) -> int:
         """Needs none; it allocates."""
         return 0
 
