@@ -58,7 +58,7 @@ def connector_class() -> type:
 
         def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
             """Audits the tensors; vLLM calls this once in every worker, before it serves."""
-            from kvbridge.engines.vllm.declared import is_packed
+            from kvbridge.engines.vllm.declared import is_packed, page_tokens_of
             from kvbridge.engines.vllm.live import Allocation
 
             check_allocation(
@@ -67,7 +67,7 @@ def connector_class() -> type:
                     kv_caches=kv_caches,
                     kv_cache_config=self._cache_config,
                     packed=is_packed(self._cache_config),
-                    page_tokens={},
+                    page_tokens=page_tokens_of(kv_caches, self._cache_config),
                     vllm_config=self._config,
                 ),
             )

@@ -14,15 +14,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from math import lcm
-from typing import Any
+from math import gcd, lcm
+from typing import TYPE_CHECKING, Any
 
 from kvbridge.engines.vllm.layers import ALIGNMENTS
 from kvbridge.engines.vllm.options import nearest_version
-from kvbridge.engines.vllm.specs import round_up
+from kvbridge.engines.vllm.specs import is_split, round_up
 from kvbridge.errors import RecordMissingError
 from kvbridge.layout import Padding, PaddingPolicy, PageLayout
 from kvbridge.records import get_record
+
+if TYPE_CHECKING:
+    import torch
 
 _PACKED_RECORDS = {584: "v4", 656: "dsa", 352: "nvfp4_352", 528: "v41", 288: "v41_fp4"}
 _INDEXER_RECORDS = {132: "indexer_fp8", 68: "indexer_fp4"}
@@ -35,22 +38,26 @@ class LayerCache:
     """One layer's cache as vLLM declares it.
 
     Attributes:
-        name: vLLM's name of the layer's cache.
+        name: vLLM's name of the layer's cache, with `#` and a number where a block holds several pages of it.
+        tensor: vLLM's name of the layer's cache: the key of its tensor.
         group: Index of the group whose block table the layer uses.
         placement: Index of the KVCacheTensor that places the layer.
         layout: What the layer's pages are.
         offset_bytes: First page's start, from the start of the storage.
         layer_stride_bytes: Distance to the next layer of the placement.
         block_rows: Rows of a block, over all its pages.
+        first_row: Row of the block at which the page starts.
     """
 
     name: str
+    tensor: str
     group: int
     placement: int
     layout: PageLayout
     offset_bytes: int
     layer_stride_bytes: int
     block_rows: int
+    first_row: int = 0
 
 
 def record_of(spec: Any, *, version: str) -> str:
@@ -150,6 +157,9 @@ def declared_layout(
     alignment = alignment_of(spec)
     if packed:
         policy = PaddingPolicy.PACKED
+        if pages_per_block > 1:
+            alignment = None  # pages of one block follow each other; only the last one is padded
+            pages_per_block = 1
     else:
         if block_stride_bytes != spec.page_size_bytes:
             alignment = lcm(alignment or 1, spec.get_block_stride_alignment())
@@ -229,15 +239,25 @@ def declared_caches(
         packed: Whether blocks are outermost; by `is_packed` where not given.
         page_tokens: Kernel block of each group, where vLLM allocated kernel blocks.
 
+    A packed block larger than the kernel's holds several pages where rows are split: scales follow the rows of a kernel
+    block, not those of the whole block. Each of these pages is a cache of its own here.
+
     Raises:
         LayoutError: A declaration contradicts itself, or names no record.
     """
     specs = layer_specs_of(kv_cache_config)
     sparse = any(_is_indexer(spec) for _, spec in specs.values())
     blocks_outermost = is_packed(kv_cache_config) if packed is None else packed
+    kernel_blocks = _kernel_blocks(specs)
     for placement, tensor in enumerate(kv_cache_config.kv_cache_tensors):
         for place, name in enumerate(tensor.layers):
             group, spec = specs[name]
+            tokens = spec.block_size
+            if blocks_outermost:
+                if is_split(record_of(spec, version=version)) and not is_state(spec):
+                    tokens = gcd(kernel_blocks.get(group, tokens), tokens)
+            elif page_tokens:
+                tokens = page_tokens.get(group, tokens)
             layout = declared_layout(
                 spec,
                 block_stride_bytes=tensor.block_stride,
@@ -245,17 +265,48 @@ def declared_caches(
                 num_blocks=kv_cache_config.num_blocks,
                 version=version,
                 sparse=sparse,
-                page_tokens=0 if blocks_outermost or not page_tokens else page_tokens.get(group, 0),
+                page_tokens=tokens,
             )
-            yield LayerCache(
-                name=name,
-                group=group,
-                placement=placement,
-                layout=layout,
-                offset_bytes=tensor.offset + place * tensor.layer_stride,
-                layer_stride_bytes=tensor.layer_stride,
-                block_rows=spec.num_states,
-            )
+            pages = spec.block_size // tokens if blocks_outermost else 1
+            for page in range(pages):
+                yield LayerCache(
+                    name=name if pages == 1 else f"{name}#{page}",
+                    tensor=name,
+                    group=group,
+                    placement=placement,
+                    layout=layout,
+                    offset_bytes=tensor.offset + place * tensor.layer_stride + page * layout.payload_bytes,
+                    layer_stride_bytes=tensor.layer_stride,
+                    block_rows=spec.num_states,
+                    first_row=page * layout.page_rows,
+                )
+
+
+def page_tokens_of(kv_caches: Mapping[str, torch.Tensor], kv_cache_config: Any) -> dict[int, int]:
+    """Kernel block of each group, read off the tensors of a layer-outermost allocation."""
+    tokens: dict[int, int] = {}
+    for name, (group, spec) in layer_specs_of(kv_cache_config).items():
+        tensor = kv_caches.get(name)
+        if tensor is not None and group not in tokens:
+            rows = tensor.shape[-2]
+            fits = rows and spec.num_states % rows == 0
+            tokens[group] = rows * int(spec.tokens_per_state) if fits else spec.block_size
+    return tokens
+
+
+def is_state(spec: Any) -> bool:
+    """Whether a layer's cache holds a window or partial sums, which kernels address by the manager's own blocks."""
+    return type(spec).__name__ in ("SlidingWindowMLASpec", "CircularBufferSpec")
+
+
+def _kernel_blocks(specs: Mapping[str, tuple[int, Any]]) -> dict[int, int]:
+    """Largest kernel block of each group, where its backends take fixed sizes; vLLM notes it as a stride alignment."""
+    blocks: dict[int, int] = {}
+    for group, spec in specs.values():
+        base = getattr(spec.block_stride_alignment, "base", None)
+        if base is not None:
+            blocks[group] = gcd(blocks.get(group, base), base)
+    return blocks
 
 
 def _is_indexer(spec: Any) -> bool:

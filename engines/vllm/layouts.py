@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvbridge.engines.vllm.declared import LayerCache, declared_caches, declared_layout
+from kvbridge.engines.vllm.declared import LayerCache, declared_caches, declared_layout, page_tokens_of
 from kvbridge.errors import BoundViewError, LayoutError, PageCountError, PageStrideError
 from kvbridge.layout import PaddingPolicy
 from kvbridge.view import PageView
@@ -34,10 +34,18 @@ def bind_cache(cache: LayerCache, tensor: torch.Tensor) -> PageView:
         LayoutError: Shape, strides, offset, dtype or storage differ from the declaration.
     """
     require_allocation_view(cache, tensor)
-    offset = int(tensor.storage_offset()) * tensor.element_size()
+    pages = pages_of(cache, tensor)
+    offset = int(pages.storage_offset()) * pages.element_size()
     if offset != cache.offset_bytes:
         raise LayoutError("storage_offset in bytes", got=offset, expected=cache.offset_bytes)
-    return PageView.from_tensor(tensor, cache.layout)
+    return PageView.from_tensor(pages, cache.layout)
+
+
+def pages_of(cache: LayerCache, tensor: torch.Tensor) -> torch.Tensor:
+    """The rows of a layer's tensor that are this cache's pages: all, or those of one of several pages in a block."""
+    if cache.name == cache.tensor:
+        return tensor
+    return tensor.narrow(-2, cache.first_row, cache.layout.page_rows)
 
 
 def require_allocation_view(cache: LayerCache, tensor: torch.Tensor) -> None:
@@ -76,10 +84,11 @@ def views_of(
         PageCountError: A declared layer has no tensor.
     """
     views = {}
-    for cache in declared_caches(kv_cache_config, version=version or installed_version()):
-        tensor = kv_caches.get(cache.name)
+    page_tokens = page_tokens_of(kv_caches, kv_cache_config)
+    for cache in declared_caches(kv_cache_config, version=version or installed_version(), page_tokens=page_tokens):
+        tensor = kv_caches.get(cache.tensor)
         if tensor is None:
-            raise PageCountError(f"kv_caches[{cache.name!r}]", got=None, expected="a tensor")
+            raise PageCountError(f"kv_caches[{cache.tensor!r}]", got=None, expected="a tensor")
         views[cache.name] = bind_cache(cache, tensor)
     return views
 

@@ -8,7 +8,8 @@ Neither vLLM nor torch is imported.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import gcd, lcm
 
 from kvbridge.engine import EngineError, PlanRequest
@@ -59,13 +60,9 @@ def plan_manifest(request: PlanRequest, options: dict[str, str | int | bool]) ->
         memory=memory,
         notes=tuple(notes),
         pools=tuple(
-            make_pool(
-                placement,
-                packed=packed,
-                num_blocks=num_blocks,
-                page_tokens=placement.spec.block_tokens if packed else page_tokens(groups[placement.group]),
-            )
+            pool
             for placement in placements
+            for pool in make_pools(placement, groups[placement.group], packed=packed, num_blocks=num_blocks)
         ),
     )
 
@@ -78,17 +75,44 @@ def page_tokens(group: Group) -> int:
     return min(gcd(spec.kernel_block_tokens, spec.block_tokens) for spec in group.specs.values())
 
 
-def make_pool(placement: Placement, *, packed: bool, num_blocks: int | None, page_tokens: int) -> Pool:
-    """A placement as a pool of the manifest. Block 0 is vLLM's null block: it never holds live rows.
+def make_pools(placement: Placement, group: Group, *, packed: bool, num_blocks: int | None) -> Iterator[Pool]:
+    """A placement as pools of the manifest: one, or one for each page of a packed block that holds several.
 
     Args:
         placement: Where the layers lie.
+        group: The placement's group.
         packed: Whether blocks are outermost.
         num_blocks: Blocks; None to leave page counts open.
-        page_tokens: Tokens of a page; a block holds one page or several.
     """
-    pages_per_block = placement.spec.block_tokens // page_tokens
-    spec = placement.spec.with_block(page_tokens)
+    if not packed:
+        yield make_pool(placement, num_blocks=num_blocks, page_tokens=page_tokens(group))
+        return
+    pages = placement.spec.pages_per_packed_block
+    spec = placement.spec
+    if pages > 1:
+        # Pages of one block follow each other; only the last one is padded.
+        spec = replace(spec, block_tokens=spec.block_tokens // pages, alignment=None)
+    for page in range(pages):
+        shifted = replace(
+            placement,
+            spec=spec,
+            layers=placement.layers if pages == 1 else tuple(f"{name}#{page}" for name in placement.layers),
+            offset_bytes=placement.offset_bytes + page * spec.payload_bytes,
+        )
+        yield make_pool(shifted, num_blocks=num_blocks)
+
+
+def make_pool(placement: Placement, *, num_blocks: int | None, page_tokens: int = 0) -> Pool:
+    """One pool. Block 0 is vLLM's null block: it never holds live rows.
+
+    Args:
+        placement: Where the layers lie.
+        num_blocks: Blocks; None to leave page counts open.
+        page_tokens: Tokens of a page where layers are outermost; 0 for packed blocks.
+    """
+    packed = not page_tokens
+    pages_per_block = 1 if packed else placement.spec.block_tokens // page_tokens
+    spec = placement.spec if packed else placement.spec.with_block(page_tokens)
     if pages_per_block > 1 and placement.block_stride_bytes != placement.spec.payload_bytes:
         raise EngineError(
             f"option block-size: got {placement.spec.block_tokens}, expected {page_tokens}: vLLM refuses to split "

@@ -14,7 +14,7 @@ from enum import StrEnum
 from functools import cached_property
 from math import gcd
 
-from kvbridge.records import get_record
+from kvbridge.records import Arrangement, get_record
 
 
 class SpecKind(StrEnum):
@@ -28,6 +28,12 @@ class SpecKind(StrEnum):
 def round_up(value: int, multiple: int | None) -> int:
     """Smallest multiple that is not below `value`; `value` itself without a multiple."""
     return -(-value // multiple) * multiple if multiple else value
+
+
+def is_split(record: str) -> bool:
+    """Whether a page holds all rows' data first and their scales behind: then it cannot be cut into smaller pages."""
+    found = get_record(record)
+    return found.arrangement is Arrangement.SPLIT and bool(found.block_bytes("scales"))
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,13 @@ class CacheSpec:
             return self.stride_alignment_bytes or 1
         kernel_block = gcd(self.kernel_block_tokens, self.block_tokens)
         return 1 if kernel_block == self.block_tokens else self.with_block(kernel_block).page_bytes
+
+    @property
+    def pages_per_packed_block(self) -> int:
+        """Pages that a packed block holds of the layer: several where the kernel takes smaller blocks of split rows."""
+        if not self.kernel_block_tokens or not is_split(self.record):
+            return 1
+        return self.block_tokens // gcd(self.kernel_block_tokens, self.block_tokens)
 
     @property
     def bucket(self) -> tuple[SpecKind, int, int]:

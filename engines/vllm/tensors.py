@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvbridge.engines.vllm.declared import LayerCache, declared_caches
-from kvbridge.engines.vllm.layouts import bind_cache
+from kvbridge.engines.vllm.layouts import bind_cache, pages_of, require_allocation_view
 from kvbridge.engines.vllm.plan import STORAGE
 from kvbridge.errors import LayoutError
 from kvbridge.layout import PageLayout
@@ -34,7 +34,7 @@ def check_tensors(kv_caches: Mapping[str, torch.Tensor], caches: Sequence[LayerC
     """
     findings = []
     for cache in caches:
-        tensor = kv_caches.get(cache.name)
+        tensor = kv_caches.get(cache.tensor)
         if tensor is None:
             findings.append(
                 finding("page-count", f"{cache.name}.tensor", got=None, expected="a tensor", pool=cache.layout.pool)
@@ -82,18 +82,20 @@ def captured_manifest(
     storages: dict[int, Storage] = {}
     pools: dict[tuple[Any, ...], list[LayerPlacement]] = {}
     for cache in caches:
-        tensor = kv_caches.get(cache.name)
-        if tensor is None:
+        whole = kv_caches.get(cache.tensor)
+        if whole is None:
             continue
-        storage = storages.setdefault(tensor.untyped_storage().data_ptr(), _storage_of(tensor, len(storages)))
+        storage = storages.setdefault(whole.untyped_storage().data_ptr(), _storage_of(whole, len(storages)))
         try:
+            require_allocation_view(cache, whole)
+            tensor = pages_of(cache, whole)
             layout = live_layout(cache, tensor)
         except LayoutError as fault:
             if not any(entry.field.startswith(f"{cache.name}.") for entry in findings):
                 findings.append(finding_of(fault, pool=cache.layout.pool, place=cache.name))
             continue
         offset = int(tensor.storage_offset()) * tensor.element_size()
-        key = (cache.placement, cache.group, cache.layer_stride_bytes, storage.id, layout)
+        key = (cache.placement, cache.first_row, cache.group, cache.layer_stride_bytes, storage.id, layout)
         pools.setdefault(key, []).append(LayerPlacement(name=cache.name, offset_bytes=offset))
     manifest = Manifest(
         engine=EngineId(name="vllm", version=version),
@@ -112,7 +114,7 @@ def captured_manifest(
                 layer_stride_bytes=_layer_stride(layers, declared),
                 layers=tuple(layers),
             )
-            for (_, group, declared, storage, layout), layers in pools.items()
+            for (_, _, group, declared, storage, layout), layers in pools.items()
         ),
     )
     return manifest, tuple(findings)

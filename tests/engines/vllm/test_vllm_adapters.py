@@ -25,7 +25,7 @@ def facts(folder: Path) -> dict[str, Any]:
     return read
 
 
-@pytest.mark.parametrize(("model", "layers"), [("tiny", 14), ("v41", 9), ("classic", 6)])
+@pytest.mark.parametrize(("model", "layers"), [("tiny", 14), ("v41", 9), ("v41_several_pages", 13), ("classic", 6)])
 def test_views_share_storage_and_touch_no_neighbour(model: str, layers: int, facts: dict[str, Any]) -> None:
     assert facts[model] == {
         "layers": layers,
@@ -47,10 +47,17 @@ def test_a_bound_view_that_crosses_layers_is_refused_and_found(facts: dict[str, 
     seen = facts["kernel_views"]
     assert (seen["allocated_shape"], seen["bound_shape"]) == ([3, 1, 128, 288], [750, 1, 64, 288])
     assert seen["refusal"].startswith("BoundViewError: bound-view: tensor rows in a page: got 64, expected 128")
-    (finding,) = seen["findings"]
-    assert (finding["code"], finding["pool"], finding["got"], finding["expected"]) == ("bound-view", "c2", 64, 128)
-    assert "model.layers.0.attn" in finding["field"]
-    assert "other layers" in finding["consequence"]
+    assert seen["pages"] == ["model.layers.0.attn#0", "model.layers.0.attn#1"]
+    assert [finding["field"] for finding in seen["findings"]] == [
+        f"{page}.tensor rows in a page" for page in seen["pages"]
+    ]
+    for finding in seen["findings"]:
+        assert (finding["code"], finding["pool"], finding["got"], finding["expected"]) == ("bound-view", "c2", 64, 128)
+        assert "other layers" in finding["consequence"]
+
+
+def test_a_block_of_several_kernel_pages_is_divided_as_the_kernel_divides_it(facts: dict[str, Any]) -> None:
+    assert facts["kernel_views"]["page_starts_agree"]
 
 
 def test_an_altered_stride_is_a_finding_and_stays_in_the_manifest(facts: dict[str, Any]) -> None:

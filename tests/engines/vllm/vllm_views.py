@@ -38,9 +38,9 @@ def zero_copy(case: cases.Case) -> dict[str, Any]:
     views = views_of(allocated.kv_caches, allocated.config)
     again = views_of(allocated.kv_caches, allocated.config)
     first = next(iter(views.values()))
-    group_of = {
-        name: index for index, group in enumerate(allocated.config.kv_cache_groups) for name in group.layer_names
-    }
+    groups = allocated.config.kv_cache_groups
+    layers_of_group = {name: index for index, group in enumerate(groups) for name in group.layer_names}
+    group_of = {name: layers_of_group[name.split("#")[0]] for name in views}
     untouched = True
     for name, view in views.items():
         view.pages[1].fill_(0x5A)
@@ -54,13 +54,16 @@ def zero_copy(case: cases.Case) -> dict[str, Any]:
     return {
         "layers": len(views),
         "same_storage": all(
-            view.pages.untyped_storage().data_ptr() == allocated.kv_caches[name].untyped_storage().data_ptr()
+            view.pages.untyped_storage().data_ptr()
+            == allocated.kv_caches[name.split("#")[0]].untyped_storage().data_ptr()
             for name, view in views.items()
         ),
         "same_address": all(
-            view.pages.data_ptr() == allocated.kv_caches[name].data_ptr() for name, view in views.items()
+            view.pages.data_ptr() == allocated.kv_caches[name].data_ptr()
+            for name, view in views.items()
+            if "#" not in name
         ),
-        "same_objects": all(again[name] is view for name, view in views.items()),
+        "same_objects": all(again[name] is view for name, view in views.items() if "#" not in name),
         "neighbours_untouched": untouched,
     }
 
@@ -82,24 +85,33 @@ def bound_layers(allocated: Allocated) -> dict[str, Any]:
 def kernel_views() -> dict[str, Any]:
     """The view that vLLM binds to a V4.1 layer whose kernel block is smaller than the block."""
     allocated = allocate(KERNEL_BLOCKS)
-    caches = {cache.name: cache for cache in declared_caches(allocated.config, version=installed_version())}
     name = "model.layers.0.attn"
+    pages = [cache for cache in declared_caches(allocated.config, version=installed_version()) if cache.tensor == name]
     layer = allocated.layers[name]
-    group = worker.AttentionGroup(layer.backend, [name], layer.spec, caches[name].group)
+    group = worker.AttentionGroup(layer.backend, [name], layer.spec, pages[0].group)
     group.kernel_block_size = 128
     bound = group.map_kv_cache_to_kernel_blocks(allocated.kv_caches[name])
     try:
-        bind_cache(caches[name], bound)
+        bind_cache(pages[0], bound)
         refusal = ""
     except LayoutError as fault:
         refusal = f"{type(fault).__name__}: {fault}"
     _, findings = captured_manifest({**allocated.kv_caches, name: bound}, allocated.config, version=installed_version())
+    # A kernel's page of the bound view is one of the pages that the allocation's view was divided into.
+    views = views_of(allocated.kv_caches, allocated.config)
+    starts = [
+        bound.data_ptr() + block * allocated.kv_caches[name].stride(0) + page * bound.stride(0)
+        for page in range(len(pages))
+        for block in range(cases.NUM_BLOCKS)
+    ]
     return {
         "refusal": refusal,
         "findings": [entry.document() for entry in findings],
         "bound_shape": list(bound.shape),
         "allocated_shape": list(allocated.kv_caches[name].shape),
-        "rows": caches[name].block_rows,
+        "pages": [cache.name for cache in pages],
+        "page_starts_agree": starts
+        == [views[cache.name].pages[block].data_ptr() for cache in pages for block in range(cases.NUM_BLOCKS)],
     }
 
 
@@ -199,6 +211,7 @@ def main() -> None:
     facts = {
         "tiny": zero_copy(TINY),
         "v41": zero_copy(cases.Case("v41", cases.v41([2, 1, 2, 0], [0, 1]))),
+        "v41_several_pages": zero_copy(KERNEL_BLOCKS),
         "classic": zero_copy(CLASSIC),
         "bound": {case.name: bound_layers(allocate(case)) for case in (TINY, CLASSIC)},
         "kernel_views": kernel_views(),
