@@ -8,7 +8,9 @@ The numbers come from the tensors: shape, stride, storage offset, storage size.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from kvbridge.engines.sglang import ENGINE
 from kvbridge.engines.sglang.layouts import read_pool
 from kvbridge.engines.sglang.live import declare
 from kvbridge.engines.sglang.options import resolve_settings
-from kvbridge.engines.sglang.plan import UNLIMITED_BYTES
+from kvbridge.engines.sglang.plan import UNLIMITED_BYTES, given_options
 from kvbridge.errors import KVBridgeError
 from kvbridge.manifest import DeclaredManifest, Manifest, Rank
 from kvbridge.models import Family, load_model
@@ -43,7 +45,7 @@ def capture(*, model: Path, options: Mapping[str, OptionValue]) -> Manifest:
         LayoutError: A tensor contradicts its layout.
     """
     release = sglang_version()
-    given = dict(options)
+    given = given_options(resolve_options(ENGINE, options))
     given.setdefault("max-total-tokens", CAPTURED_TOKENS)
     config = load_model(model)
     if config.family in (Family.V4, Family.V41):
@@ -53,7 +55,11 @@ def capture(*, model: Path, options: Mapping[str, OptionValue]) -> Manifest:
     from kvbridge.engines.sglang.build import built_pool
 
     try:
-        with built_pool(model, settings=settings, options=resolved, budget_bytes=UNLIMITED_BYTES) as pool:
+        # What SGLang prints goes to stderr: stdout belongs to the manifest.
+        with (
+            redirect_stdout(sys.stderr),
+            built_pool(model, settings=settings, options=resolved, budget_bytes=UNLIMITED_BYTES) as pool,
+        ):
             declared = capture_pool(pool, model=config.name, options=given, release=release)
     except KVBridgeError:
         raise

@@ -14,7 +14,9 @@ mem_cache/index_key_cache.py.
 
 from __future__ import annotations
 
-from kvbridge.engine import EngineError, PlanRequest, resolve_options
+from collections.abc import Mapping
+
+from kvbridge.engine import EngineError, OptionValue, PlanRequest, resolve_options
 from kvbridge.engines.sglang import ENGINE
 from kvbridge.engines.sglang.naming import Bank
 from kvbridge.engines.sglang.options import Settings, resolve_settings
@@ -45,7 +47,7 @@ def plan(request: PlanRequest) -> Manifest:
         engine=EngineId(name=ENGINE.name, version=request.version),
         model=request.model.name,
         origin="planned",
-        options={name: value for name, value in options.items() if name in request.options},
+        options=given_options(options),
         storages=tuple(bank.storages),
         notes=(*_notes(request, settings), *bank.notes),
         pools=tuple(bank.pools),
@@ -75,6 +77,12 @@ def plan_bank(model: ModelConfig, settings: Settings, sizes: PoolSizes | None) -
     if settings.hisparse_ratio:
         raise EngineError(f"option enable-hisparse: got true, expected false for {model.family.value} models")
     return plan_classic(model, settings, sizes)
+
+
+def given_options(options: Mapping[str, OptionValue]) -> dict[str, OptionValue]:
+    """The options that differ from their defaults: what a manifest states, planned or captured."""
+    defaults = {option.name: option.default for option in ENGINE.options}
+    return {name: value for name, value in options.items() if value != defaults[name]}
 
 
 def _is_v4(model: ModelConfig) -> bool:

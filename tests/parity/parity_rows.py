@@ -10,7 +10,7 @@ import torch
 
 WIDTH = 512
 SEED = 20_261_201
-COUNT = 384
+COUNT = 256
 
 _TINY_AMPLITUDES = (1e-38, 1e-30, 1e-12, 9e-9, 1e-8, 1e-6, 5e-5, 9.9e-5, 1e-4, 1.02e-4, 1e-3, 0.01, 0.04, 0.044, 0.045)
 _LARGE_AMPLITUDES = (0.1, 7.0, 3e4, 1e20, 3e38)

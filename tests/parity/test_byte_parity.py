@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from kvbridge.codec import dequantise
+from tests.engines.sglang.sglang_session import run_all
 from tests.parity import byte_parity
 from tests.parity.parity_rows import COUNT, make_rows
+
+pytestmark = pytest.mark.timeout(1500)  # the first test waits for every program in SGLang's interpreter
 
 Rows = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("parity")
+def inputs() -> Rows:
+    return load_file(run_all().folder / "rows.safetensors")
 
 
 @pytest.fixture(scope="module")
-def inputs(folder: Path) -> Rows:
-    return byte_parity.make_inputs(folder / "rows.safetensors")
+def sglang() -> Rows:
+    return load_file(run_all().output("sglang_writer"))
 
 
 @pytest.fixture(scope="module")
-def sglang(inputs: Rows, folder: Path) -> Rows:
-    return byte_parity.written_by("sglang", folder / "rows.safetensors", folder)
-
-
-@pytest.fixture(scope="module")
-def vllm(inputs: Rows, folder: Path) -> Rows:
-    return byte_parity.written_by("vllm", folder / "rows.safetensors", folder)
+def vllm(inputs: Rows, tmp_path_factory: pytest.TempPathFactory) -> Rows:
+    return byte_parity.written_by("vllm", run_all().folder / "rows.safetensors", tmp_path_factory.mktemp("parity"))
 
 
 def test_the_rows_hold_every_special_value() -> None:

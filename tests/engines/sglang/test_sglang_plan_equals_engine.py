@@ -10,13 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sglang_models import UNLIMITED, all_cases
 
 from kvbridge.engine import PlanRequest
 from kvbridge.engines.sglang import ENGINE
+from kvbridge.manifest import Manifest, parse_manifests
 from kvbridge.models import load_model
+from tests.engines.sglang.sglang_models import UNLIMITED, all_cases
+
+pytestmark = pytest.mark.timeout(1500)  # the first test waits for every program in SGLang's interpreter
 
 CASES = all_cases()
+EXAMPLE = Path(__file__).resolve().parents[2] / "fixtures" / "sglang_deepseek_v4_tiny.json"
 SAME_FIELDS = ("engine", "model", "rank", "options", "storages", "pools")
 
 
@@ -46,6 +50,12 @@ def test_planned_memory_is_the_allocated_memory(name: str, models: Path, capture
     assert plan["memory"]["used_bytes"] == allocated
     assert plan["memory"]["budget_bytes"] == CASES[name]["budget"]
     assert f"{plan['memory']['tokens']:,} tokens" in plan["memory"]["reason"]
+
+
+def test_the_example_manifest_is_what_sglang_allocates(captured: dict[str, Any]) -> None:
+    (example,) = parse_manifests(EXAMPLE.read_bytes())
+    manifest = captured["v4-page-256"]["manifest"]
+    assert Manifest.from_declared(example).document() == manifest
 
 
 def test_every_record_of_a_paged_pool_was_met(captured: dict[str, Any]) -> None:

@@ -7,29 +7,24 @@ of them SGLang's attention fixture with the real DeepseekV4AttnBackend.
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvbridge.manifest import parse_manifests
-from tests.environments import run_in_engine
 
-PROGRAM = Path(__file__).resolve().parent / "programs" / "plugin_cases.py"
+if TYPE_CHECKING:
+    from tests.engines.sglang.sglang_session import Session
+
+pytestmark = pytest.mark.timeout(1500)  # the first test waits for every program in SGLang's interpreter
+
 NAME = "sglang-target-pp0-tp0"
 FAULT = "pool c4: layers.3.c4.tensor.stride(0): got 38016, expected 37440; every page after the first is read from"
 
 
 @pytest.fixture(scope="module")
-def scenarios(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("sglang-plugin")
-    out = folder / "out.json"
-    run_in_engine(
-        "sglang",
-        [PROGRAM, models, folder / "scenarios", out],
-        workarounds=("triton-interpreter", "torch-sparse-decode"),
-    )
-    results: dict[str, Any] = json.loads(out.read_text())
+def scenarios(sglang_session: Session) -> dict[str, Any]:
+    results: dict[str, Any] = json.loads(sglang_session.output("plugin_cases").read_text())
     return results
 
 

@@ -21,7 +21,7 @@ from tests.engines.vllm.vllm_cases import CASES
 from tests.parity.parity_rows import make_slots
 
 UNTOUCHED = 0xCD
-BLOCKS = 200  # pages of two rows must hold every row
+BLOCKS = 136  # pages of two rows must hold every row
 
 
 def main() -> None:
