@@ -409,7 +409,7 @@ _ALL = (
         d_qk=576,
         rope_bytes=64,
     ),
-    _opaque("nvfp4_368", "nvfp4, 368 bytes", 368, f"SGLang pull 32741; {_NVFP4}", d_qk=512, rope_bytes=128),
+    _opaque("nvfp4_368", "nvfp4, 368 bytes", 368, f"b12x kv_cache.py; {_NVFP4}", d_qk=576, rope_bytes=128),
     _opaque("nvfp4_384", "nvfp4, 384 bytes", 384, f"FlashInfer, SGLang pull 32741; {_NVFP4}", d_qk=512, rope_bytes=128),
     _opaque(
         "nvfp4_432", "nvfp4, 432 bytes, RoPE at byte 304", 432, f"b12x traits.py; {_NVFP4}", d_qk=576, rope_bytes=128
