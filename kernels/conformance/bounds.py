@@ -61,17 +61,16 @@ def expected(scenario: Scenario) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     return out, reference.format_lse(lse, scenario.sink, scenario.lse_format), largest
 
 
-def judge(scenario: Scenario, *, has_lse: bool = True) -> Judgement:
+def judge(scenario: Scenario) -> Judgement:
     """Compares what a target left in a scenario's buffers with the reference.
 
     Args:
         scenario: With `out` and `lse` filled.
-        has_lse: False for targets that return no LSE.
     """
     reference_out, reference_lse, largest = expected(scenario)
     judgement = Judgement()
     _judge_out(judgement, scenario.out[:, : scenario.heads].double(), reference_out, scenario.case.values)
-    if scenario.lse is not None and has_lse:
+    if scenario.lse is not None:
         _judge_lse(judgement, scenario.lse[:, : scenario.heads].double(), reference_lse, largest)
     if scenario.overrun():
         judgement.failures.append("out: heads beyond the real ones were written")

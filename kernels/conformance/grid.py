@@ -11,6 +11,7 @@ and two rows, head counts that are no multiple of 16) and what broke in public (
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from dataclasses import dataclass, fields, replace
@@ -23,7 +24,7 @@ class Case:
     """One combination. Field names are factor names; `str` gives a stable identifier.
 
     Attributes:
-        record: Record of the first cache; further caches have it too, or one with the same d_qk.
+        record: Record of the first cache; the second has it too, or its fp4 form, the third another of equal d_qk.
         page_rows: Rows in a page of the first cache; further caches take the next value of the grid.
         stride: `tight`, `padded` (aligned as engines do), `plus8` (8 bytes more), `slab` (packed, with an offset).
         heads: Query heads.
@@ -80,6 +81,7 @@ class Case:
         return cls(**values)  # type: ignore[arg-type]
 
 
+_Pair = tuple[str, str | int, str, str | int]
 RECORD_NAMES = tuple(name for name, record in RECORDS.items() if record.decodable and record.d_qk)
 FACTORS: dict[str, tuple[str | int, ...]] = {
     "record": RECORD_NAMES,
@@ -109,22 +111,24 @@ def neighbour(name: str, value: int, step: int) -> int:
     return values[((values.index(value) if value in values else 0) + step) % len(values)]
 
 
-def cases(seed: int = 0) -> tuple[Case, ...]:
+@functools.cache
+def cases(seed: int = 0, restricted: tuple[tuple[str, tuple[str | int, ...]], ...] = ()) -> tuple[Case, ...]:
     """Cases in which every two values of two factors meet at least once.
 
     Args:
         seed: Which of the many such sets.
+        restricted: Factors of which only some values are wanted, as (name, values).
     """
-    names = sorted(FACTORS, key=lambda name: -len(FACTORS[name]))
+    factors = {**FACTORS, **dict(restricted)}
+    names = sorted(factors, key=lambda name: -len(factors[name]))
     generator = random.Random(seed)
-    missing: set[tuple[str, str | int, str, str | int]] = set()
+    missing: set[_Pair] = set()
     for first, second in itertools.combinations(names, 2):
-        missing |= {(first, a, second, b) for a, b in itertools.product(FACTORS[first], FACTORS[second])}
+        missing |= {(first, a, second, b) for a, b in itertools.product(factors[first], factors[second])}
     chosen: list[Case] = []
     while missing:
-        best = max(
-            (_candidate(names, missing, generator) for _ in range(12)), key=lambda row: len(_pairs(row) & missing)
-        )
+        candidates = [_candidate(names, factors, missing, generator) for _ in range(12)]
+        best = max(candidates, key=lambda row: len(_pairs(row) & missing))
         missing -= _pairs(best)
         chosen.append(Case(**best))  # type: ignore[arg-type]
     return tuple(chosen)
@@ -147,12 +151,12 @@ def flashmla_cases() -> tuple[Case, ...]:
     return tuple(chosen)
 
 
-def _pairs(row: dict[str, str | int]) -> set[tuple[str, str | int, str, str | int]]:
+def _pairs(row: dict[str, str | int]) -> set[_Pair]:
     return {(first, row[first], second, row[second]) for first, second in itertools.combinations(row, 2)}
 
 
 def _candidate(
-    names: list[str], missing: set[tuple[str, str | int, str, str | int]], generator: random.Random
+    names: list[str], factors: dict[str, tuple[str | int, ...]], missing: set[_Pair], generator: random.Random
 ) -> dict[str, str | int]:
     """A row that starts from a missing pair and takes, factor by factor, the value that meets most missing pairs."""
     first, a, second, b = generator.choice(sorted(missing, key=repr))
@@ -162,7 +166,7 @@ def _candidate(
         if name in given:
             row[name] = given[name]
             continue
-        values = list(FACTORS[name])
+        values = list(factors[name])
         generator.shuffle(values)
         row[name] = max(values, key=lambda value: _gain(name, value, {**given, **row}, missing, names))
     return {name: row[name] for name in names}
@@ -172,7 +176,7 @@ def _gain(
     name: str,
     value: str | int,
     row: dict[str, str | int],
-    missing: set[tuple[str, str | int, str, str | int]],
+    missing: set[_Pair],
     names: list[str],
 ) -> int:
     place = names.index(name)

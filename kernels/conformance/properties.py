@@ -49,12 +49,14 @@ def _answer(target: Target, scenario: Scenario) -> torch.Tensor:
 
 
 def _plain(target: Target, **changes: object) -> tuple[Case, str | None]:
-    case = replace(_PLAIN, **changes)  # type: ignore[arg-type]
-    if target.traits.refuses(case) and case.caches > 1:
+    traits = target.traits
+    lse = "natural" if "natural" in traits.lse_formats else "none"
+    case = replace(_PLAIN, **{"stride": traits.plain_stride, "lse": lse, **changes})  # type: ignore[arg-type]
+    if traits.refuses(case) and case.caches > 1:
         case = replace(case, caches=1)
-    if "v4" not in target.traits.records and target.traits.records:
-        case = replace(case, record=target.traits.records[0])
-    return case, target.traits.refuses(case)
+    if "v4" not in traits.records and traits.records:
+        case = replace(case, record=traits.records[0])
+    return case, traits.refuses(case)
 
 
 def _differing(name: str, first: torch.Tensor, second: torch.Tensor) -> list[str]:
@@ -188,8 +190,8 @@ def scale_bytes(target: Target) -> tuple[list[str], str | None]:
     for record, scales_at in (("v4", 576), ("v41", 512), ("v41_interleaved", 512)):
         if record not in target.traits.records:
             continue
-        case = replace(_PLAIN, record=record, caches=1, queries=6, sink="none", lse="none", values="bytes")
-        if target.traits.refuses(case):
+        case, refusal = _plain(target, record=record, caches=1, queries=6, sink="none", lse="none", values="bytes")
+        if refusal:
             continue
         seen = True
         failures += _every_scale_byte(target, case, scales_at)
@@ -267,7 +269,7 @@ def _judge_480(target: Target, scenario: Scenario, slot: int, code: int) -> list
     rows[:, 5] = 0x77 | (code & 0x80)  # 240
     rows[:, 576] += 1
     scatter_rows(view, place, rows)
-    failures = [f"code {code:#x} as +-480: {text}" for text in judge(scenario, has_lse=False).failures]
+    failures = [f"code {code:#x} as +-480: {text}" for text in judge(scenario).failures]
     rows[:, 576] -= 1
     scatter_rows(view, place, rows)
     return failures
@@ -292,7 +294,7 @@ def fuzz(target: Target) -> tuple[list[str], str | None]:
             slots = torch.where(keep | ~dead, cache.slots, wild)
             scenario.caches[index] = replace(cache, slots=slots, lengths=lengths)
         _answer(target, scenario)
-        failures += [f"attempt {attempt}: {text}" for text in judge(scenario, has_lse=target.traits.lse).failures]
+        failures += [f"attempt {attempt}: {text}" for text in judge(scenario).failures]
     return failures, None
 
 

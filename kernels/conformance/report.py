@@ -8,14 +8,17 @@ property run_to_run          1    1       0        0
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvbridge.kernels.conformance.bounds import judge
-from kvbridge.kernels.conformance.grid import Case, cases, flashmla_cases
+from kvbridge.kernels.conformance.grid import Case, flashmla_cases
 from kvbridge.kernels.conformance.properties import PROPERTIES
 from kvbridge.kernels.conformance.scenario import build
 from kvbridge.kernels.conformance.targets import Target
+
+_NUMBERS = re.compile(r"[-+]?[0-9][0-9.,e+-]*")
 
 
 @dataclass(slots=True)
@@ -50,38 +53,46 @@ class Report:
         rows: Lines of the table.
         failures: (case or property, what was missed).
         skips: Reason -> how many cases.
+        unclaimed: What the target does not claim and the grid left out.
     """
 
     target: str
     rows: dict[str, Row] = field(default_factory=dict)
     failures: list[tuple[str, str]] = field(default_factory=list)
     skips: dict[str, int] = field(default_factory=dict)
+    unclaimed: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
         """Whether everything that was run conforms."""
         return not self.failures
 
-    def table(self, *, most_failures: int = 40) -> str:
+    def table(self, *, most_failures: int = 20) -> str:
         """The table as text.
 
         Args:
-            most_failures: Failures listed below it.
+            most_failures: Kinds of failures listed below it; texts that differ in numbers only are one kind.
         """
-        head = f"{self.target:<28}{'cases':>6}{'ok':>6}{'failed':>8}{'skipped':>9}"
+        head = f"{self.target:<31}{'cases':>6}{'ok':>6}{'failed':>8}{'skipped':>9}"
         lines = [head + f"{'rms max':>11}{'head max':>11}{'LSE max':>11}"]
         for row in self.rows.values():
             total = row.passed + row.failed + row.skipped
-            line = f"{row.name:<28}{total:>6}{row.passed:>6}{row.failed:>8}{row.skipped:>9}"
+            line = f"{row.name:<31}{total:>6}{row.passed:>6}{row.failed:>8}{row.skipped:>9}"
             if not row.name.startswith("property"):
                 line += f"{row.rms:>11.1e}{row.head_rms:>11.1e}{row.lse:>11.1e}"
             lines.append(line)
+        if self.unclaimed:
+            lines.append(f"  not claimed: {', '.join(self.unclaimed)}")
         for reason, count in sorted(self.skips.items(), key=lambda item: -item[1]):
             lines.append(f"  skipped {count:>4}  {reason}")
-        for name, text in self.failures[:most_failures]:
-            lines.append(f"  FAILED  {name}: {text}")
-        if len(self.failures) > most_failures:
-            lines.append(f"  ... {len(self.failures) - most_failures} more")
+        kinds: dict[str, list[tuple[str, str]]] = {}
+        for name, text in self.failures:
+            kinds.setdefault(_NUMBERS.sub("#", text), []).append((name, text))
+        for found in list(kinds.values())[:most_failures]:
+            name, text = found[0]
+            lines.append(f"  FAILED  {name}: {text}" + (f"  (and {len(found) - 1} alike)" if found[1:] else ""))
+        if len(kinds) > most_failures:
+            lines.append(f"  ... {len(kinds) - most_failures} more kinds")
         return "\n".join(lines)
 
 
@@ -103,7 +114,12 @@ def run(
         progress: Called with the name of each case before it runs.
     """
     report = Report(target.name)
-    chosen = [*cases(seed), *flashmla_cases()] if grid is None else list(grid)
+    if grid is None:
+        report.unclaimed = target.traits.unclaimed()
+        lse = "natural" if "natural" in target.traits.lse_formats else "none"
+        chosen = [*target.traits.grid(seed), *(replace(case, lse=lse) for case in flashmla_cases())]
+    else:
+        chosen = list(grid)
     for case in sorted(chosen, key=lambda case: (case.values == "flashmla", case.record)):
         name = "FlashMLA grid" if case.values == "flashmla" else f"record {case.record}"
         _one_case(report, report.rows.setdefault(name, Row(name)), target, case, seed=seed, progress=progress)
@@ -133,7 +149,7 @@ def _one_case(
         row.failed += 1
         report.failures.append((str(case), f"raised {type(error).__name__}: {error}"))
         return
-    judgement = judge(scenario, has_lse=target.traits.lse)
+    judgement = judge(scenario)
     row.rms, row.head_rms = max(row.rms, judgement.rms), max(row.head_rms, judgement.head_rms)
     row.lse = max(row.lse, judgement.lse)
     if judgement.failures:

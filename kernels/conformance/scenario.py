@@ -26,7 +26,8 @@ from kvbridge.view import PageView
 EXTERNAL_SCALE = 0.37
 _FILL = 12345.0
 """What outputs hold before a call where nothing may be written."""
-_PARTNERS = {"v4": "v41", "v41": "v41_fp4", "v41_interleaved": "v41_fp4_interleaved", "mla_bf16": "dsa"}
+_SECOND = {"v41": "v41_fp4", "v41_interleaved": "v41_fp4_interleaved", "mla_bf16": "dsa"}
+_THIRD = {"v4": "v41", "v41_fp4": "v4_bf16", "dsa": "mla_fp8"}
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -113,8 +114,8 @@ def build(case: Case, *, seed: int = 0, mode: Mode = Mode.DEFAULT) -> Scenario:
 
 
 def _records(case: Case) -> list[str]:
-    partner = _PARTNERS.get(case.record, case.record)
-    return [case.record, partner, case.record][: case.caches]
+    second, third = _SECOND.get(case.record, case.record), _THIRD.get(case.record, case.record)
+    return [case.record, second, third][: case.caches]
 
 
 def _widths(case: Case) -> list[int]:
@@ -158,7 +159,9 @@ def _cache(
     page_rows = neighbour("page_rows", case.page_rows, index) if index else case.page_rows
     pages = max(3, -(-3 * width // (2 * page_rows)) + 1)
     layout, offset = layout_of(case, record, page_rows)
-    size = offset + (pages - 1) * layout.page_stride_bytes + layout.payload_bytes
+    # Engines that pad pages allocate the last one's pad as well; otherwise memory ends with the last payload byte.
+    tail = layout.page_bytes if case.stride == "padded" else layout.payload_bytes
+    size = offset + (pages - 1) * layout.page_stride_bytes + tail
     storage = torch.full((size,), case.poison, dtype=torch.uint8)
     tensor = storage.as_strided((pages, layout.payload_bytes), (layout.page_stride_bytes, 1), offset)
     view = PageView.from_tensor(tensor, layout)

@@ -3,7 +3,7 @@
     def decode(scenario: Scenario) -> None:
         scenario.out[:, :scenario.heads] = my_kernel(scenario.q, scenario.caches, ...)
 
-    TARGET = Target(name="mine", decode=decode, traits=Traits(records=("v4",), lse=False))
+    TARGET = Target(name="mine", decode=decode, traits=Traits(records=("v4",), lse_formats=("none",)))
 
 Traits say what a target does not claim to do; such cases are skipped with that reason and counted, never passed.
 """
@@ -14,8 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 
+import torch
+
 from kvbridge.kernels import mla
-from kvbridge.kernels.conformance.grid import RECORD_NAMES, Case
+from kvbridge.kernels.caches import Cache
+from kvbridge.kernels.conformance.grid import FACTORS, RECORD_NAMES, Case, cases
 from kvbridge.kernels.conformance.scenario import Scenario
 from kvbridge.kernels.plan import MOST_CACHES, MOST_HEADS
 
@@ -28,19 +31,19 @@ class Traits:
         records: Records it decodes.
         most_caches: Caches of a call.
         heads: Head counts it takes; None: 1..128.
-        lse: It returns the LSE.
+        lse_formats: Values of the grid's factor `lse` that it returns; only `none` for no LSE.
         batch_invariant: It has a mode in which a query's bits do not depend on its batch.
         nan_codes: What e4m3 codes 0x7F and 0xFF become: `nan` or `480`.
-        other_cases: Asked last: why a case is not claimed, or None.
+        plain_stride: Stride kind on which properties are looked at; `slab` unless it fails for its own reason.
     """
 
     records: tuple[str, ...] = RECORD_NAMES
     most_caches: int = MOST_CACHES
     heads: tuple[int, ...] | None = None
-    lse: bool = True
+    lse_formats: tuple[str, ...] = tuple(map(str, FACTORS["lse"]))
     batch_invariant: bool = False
     nan_codes: str = "nan"
-    other_cases: Callable[[Case], str | None] | None = None
+    plain_stride: str = "slab"
 
     def refuses(self, case: Case) -> str | None:
         """Why a case is not claimed; None if it is."""
@@ -50,7 +53,27 @@ class Traits:
             return f"{case.caches} caches"
         if (self.heads is not None and case.heads not in self.heads) or case.heads > MOST_HEADS:
             return f"{case.heads} heads"
-        return self.other_cases(case) if self.other_cases else None
+        return f"LSE format {case.lse}" if case.lse not in self.lse_formats else None
+
+    def grid(self, seed: int) -> tuple[Case, ...]:
+        """The pairwise grid over what is claimed."""
+        factors: dict[str, tuple[str | int, ...]] = {
+            "record": self.records,
+            "caches": tuple(range(1, self.most_caches + 1)),
+            "heads": self.heads or FACTORS["heads"],
+            "lse": self.lse_formats,
+        }
+        return cases(
+            seed, tuple((name, values) for name, values in factors.items() if set(values) != set(FACTORS[name]))
+        )
+
+    def unclaimed(self) -> list[str]:
+        """What the grid leaves out, in words."""
+        kinds = (("record", self.records), ("LSE format", self.lse_formats))
+        known = {"record": FACTORS["record"], "LSE format": FACTORS["lse"]}
+        words = [f"{kind} {value}" for kind, values in kinds for value in known[kind] if value not in values]
+        words += [f"{count} caches" for count in range(self.most_caches + 1, MOST_CACHES + 1)]
+        return words if self.heads is None else [*words, f"heads other than {self.heads}"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +89,29 @@ class Target:
     name: str
     decode: Callable[[Scenario], None]
     traits: Traits = field(default_factory=Traits)
+
+
+def masked_slots(scenario: Scenario, cache: Cache) -> torch.Tensor:
+    """int64 slots `[queries, width]` with -1 past the length, for kernels that know neither lengths nor sequences.
+
+    Numbers outside the pool stay as they are. A query whose sequence does not exist gets -1 everywhere.
+    """
+    slots, lengths = cache.slots.long(), cache.lengths
+    if scenario.sequence_of_query is not None:
+        sequences = scenario.sequence_of_query.long()
+        rows = len(slots) if cache.slots_per_sequence or lengths is None else len(lengths)
+        known = (sequences >= 0) & (sequences < rows)
+        place = torch.where(known, sequences, 0)
+        if cache.slots_per_sequence:
+            slots = slots[place]
+        if cache.lengths_per_sequence and lengths is not None:
+            lengths = lengths[place]
+        if cache.slots_per_sequence or cache.lengths_per_sequence:
+            slots = torch.where(known.unsqueeze(1), slots, -1)
+    if lengths is None:
+        return slots.contiguous()
+    past = torch.arange(slots.shape[1]) >= lengths.long().unsqueeze(1)
+    return torch.where(past, -1, slots)
 
 
 def backend_target(backend: str) -> Target:

@@ -80,7 +80,7 @@ def bad(scenario: Scenario, name: str) -> dict[str, Any]:
         "scale": {"scale": math.inf},
         "no cache": {"caches": []},
         "three caches": {"caches": [first, second, first]},
-        "cache record": {"caches": [second, first]},
+        "cache record": {"caches": build(replace(PLAIN, record="v41", caches=1)).caches},
         "slots rank": {"caches": [replace(first, slots=first.slots[0])]},
         "slots rows": {"caches": [replace(first, slots=first.slots[:2])]},
         "slots width": {"caches": [replace(first, slots=torch.zeros(queries, 66, dtype=torch.int32))]},

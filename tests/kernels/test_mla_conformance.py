@@ -233,7 +233,7 @@ def test_a_property_finds_its_fault(name: str, decode: Callable[[Scenario], None
 
 
 def test_what_a_target_does_not_claim_is_skipped_and_counted() -> None:
-    traits = Traits(records=("v4",), most_caches=2, heads=(16, 64), lse=False)
+    traits = Traits(records=("v4",), most_caches=2, heads=(16, 64), lse_formats=("none",))
     report = run(Target(name="narrow", decode=TORCH.decode, traits=traits), grid=SMALL, properties=False)
     assert report.ok
     assert sum(row.skipped for row in report.rows.values()) == sum(report.skips.values()) > 0
