@@ -99,9 +99,9 @@ static int capturing(uint64_t stream) {
 // Initialisation and devices.
 int cuInit(unsigned flags) {
   const int code = injected("cuInit");
-  if (code) return code;
+  if (code) return refuse(code, "injected");
   if (flags) return refuse(kInvalidValue, "cuInit flags");
-  if (!devices()) return kNoDevice;
+  if (!devices()) return refuse(kNoDevice, "no device");
   initialised = 1;
   return kSuccess;
 }
