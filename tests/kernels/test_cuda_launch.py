@@ -62,7 +62,7 @@ def test_launch_path(arch: int) -> None:
         ),
         (
             "cuFuncSetAttribute:1",
-            f"CudaDriverError: opting into {Variant(1, 8).shared_bytes} bytes of shared memory for decode_kernel<1, 8, 32",
+            f"CudaDriverError: opting into {Variant(1, 8).shared_bytes} bytes of shared memory for decode_kernel<1, 8",
         ),
     ],
 )
