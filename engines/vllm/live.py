@@ -156,11 +156,15 @@ def _backend(backend: Any) -> str:
 
 
 def device_arch() -> str:
-    """The planner's name of the worker's device: `cpu`, or `sm` and the capability's family."""
+    """The planner's name of the worker's device: `cpu`, `cpu-amx`, or `sm` and the capability's family."""
     from vllm.platforms import current_platform
 
     capability = None if current_platform.is_cpu() else current_platform.get_device_capability()
-    return "cpu" if capability is None else f"sm{capability.major}0"
+    if capability is not None:
+        return f"sm{capability.major}0"
+    import torch
+
+    return "cpu-amx" if torch.cpu._is_amx_tile_supported() else "cpu"
 
 
 def worker_rank(vllm_config: Any) -> Rank:

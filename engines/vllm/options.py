@@ -31,7 +31,9 @@ OPTIONS = (
     ),
     EngineOption("indexer-kv-dtype", "fp8", "format of the indexer's cache", ("fp8", "mxfp4")),
     EngineOption("indexer-sparse-logits", False, "DeepSeek-V4.1: score candidate blocks only"),
-    EngineOption("arch", "sm100", "device that decides records and kernel blocks", ("sm90", "sm100", "sm120", "cpu")),
+    EngineOption(
+        "arch", "sm100", "device that decides records and kernel blocks", ("sm90", "sm100", "sm120", "cpu", "cpu-amx")
+    ),
     EngineOption("speculative-tokens", 0, "draft tokens of a step; above 0 adds the model's draft layers"),
     EngineOption("tensor-parallel-size", 1, "ranks of tensor parallelism; MLA caches are whole on every rank"),
     EngineOption("decode-context-parallel-size", 1, "ranks that share a sequence's cache"),
@@ -120,13 +122,13 @@ def resolve(model: ModelConfig, options: Mapping[str, OptionValue], *, version: 
     notes = [remark] if remark else []
     arch = str(options["arch"])
     backend, kv_dtype = _formats(model, arch, str(options["attention-backend"]), str(options["kv-cache-dtype"]))
-    preferred, kernel_block = _blocks(model, arch, backend)
+    preferred, multiple, kernel_block = _blocks(model, arch, backend)
     block_tokens = _positive(options, "block-size") or preferred
-    if arch == "cpu" and block_tokens != preferred:
+    if arch.startswith("cpu") and kernel_block == preferred != block_tokens:
         notes.append(f"vLLM on a CPU takes blocks of {preferred} tokens; block-size {block_tokens} is overridden")
         block_tokens = preferred
-    elif block_tokens % preferred:
-        raise EngineError(f"option block-size: got {block_tokens}, expected a multiple of {preferred} for {backend}")
+    elif block_tokens % multiple:
+        raise EngineError(f"option block-size: got {block_tokens}, expected a multiple of {multiple} for {backend}")
     if options["indexer-kv-dtype"] == "mxfp4" and model.family is Family.DSA:
         notes.append("vLLM keeps this model's indexer keys in fp8 whatever indexer-kv-dtype says")
     context_parallel = _positive(options, "decode-context-parallel-size", least=1)
@@ -176,14 +178,14 @@ def _formats(model: ModelConfig, arch: str, backend: str, kv_dtype: str) -> tupl
         return _sparse_formats(model, arch, backend, kv_dtype)
     if kv_dtype.endswith("_ds_mla"):
         raise EngineError(f"option kv-cache-dtype: got {kv_dtype}, expected auto, bfloat16 or fp8 for dense attention")
-    chosen = {"sm100": "flashinfer", "sm120": "triton", "cpu": "cpu"}.get(arch, "flash_attn")
+    chosen = {"sm100": "flashinfer", "sm120": "triton", "cpu": "cpu", "cpu-amx": "amx"}.get(arch, "flash_attn")
     return (chosen if backend == "auto" else backend), ("fp8" if kv_dtype.startswith("fp8") else "bfloat16")
 
 
 def _v4_formats(model: ModelConfig, arch: str, backend: str, kv_dtype: str) -> tuple[str, str]:
     v41 = model.family is Family.V41
-    if v41 and arch == "cpu":
-        raise EngineError("option arch: got cpu, expected a CUDA device: vLLM has no DeepSeek-V4.1 for CPUs")
+    if v41 and arch.startswith("cpu"):
+        raise EngineError(f"option arch: got {arch}, expected a CUDA device: vLLM has no DeepSeek-V4.1 for CPUs")
     if backend == "auto":
         plain = kv_dtype in ("bfloat16", "fp8_e4m3") and arch == "sm100"
         backend = (
@@ -217,6 +219,8 @@ def _v4_formats(model: ModelConfig, arch: str, backend: str, kv_dtype: str) -> t
 
 
 def _sparse_formats(model: ModelConfig, arch: str, backend: str, kv_dtype: str) -> tuple[str, str]:
+    if arch.startswith("cpu"):
+        raise EngineError(f"option arch: got {arch}, expected a CUDA device: vLLM has no sparse MLA for CPUs")
     if kv_dtype == "auto" and arch == "sm100" and model.model_type == "glm_moe_dsa":
         kv_dtype = "fp8_e4m3"
     quantised = kv_dtype.startswith(("fp8", "nvfp4"))
@@ -235,16 +239,17 @@ def _sparse_formats(model: ModelConfig, arch: str, backend: str, kv_dtype: str) 
     return backend, "fp8_ds_mla" if packs else "bfloat16"
 
 
-def _blocks(model: ModelConfig, arch: str, backend: str) -> tuple[int, int]:
-    """Block size that vLLM prefers, and the kernel's largest block where it takes fixed sizes only.
+def _blocks(model: ModelConfig, arch: str, backend: str) -> tuple[int, int, int]:
+    """Block size that vLLM prefers, what it must be a multiple of, and the kernel's largest where sizes are fixed.
 
     Sources: vLLM 0.33.0 platforms/interface.py (_preferred_block_size_for_backends), platforms/cpu.py, and
     get_supported_kernel_block_sizes of each backend.
     """
     if model.family is Family.V4:
-        return 256, 256
+        return 256, 256, 256
     if model.family is Family.V41:
-        return (64, 64) if arch == "sm90" else (128, 128)
+        return (64, 64, 64) if arch == "sm90" else (128, 128, 128)
     if model.family is Family.DSA:
-        return 64, 64
-    return {"flashinfer": (32, 64), "flashmla": (64, 64), "cpu": (16, 16)}.get(backend, (16, 0))
+        return 64, 64, 64
+    sizes = {"flashinfer": (32, 32, 64), "flashmla": (64, 64, 64), "cpu": (16, 16, 16), "amx": (128, 32, 0)}
+    return sizes.get(backend, (16, 16, 0))

@@ -19,6 +19,7 @@ from tests.environments import engine_environment, require_engine, run_in_engine
 
 HERE = Path(__file__).parent
 MODEL = HERE / "tiny_dsv4"
+CLASSIC = HERE / "tiny_v3"
 FIXTURE = MODEL / "captured.json"
 
 
@@ -38,24 +39,38 @@ def comparable(manifest: DeclaredManifest) -> DeclaredManifest:
     return manifest.model_copy(update={"origin": "planned", "memory": None, "notes": ()})
 
 
-def planned_like(captured: DeclaredManifest) -> DeclaredManifest:
-    request = PlanRequest(load_model(MODEL), captured.engine.version, captured.options)
+def planned_like(captured: DeclaredManifest, model: Path = MODEL) -> DeclaredManifest:
+    request = PlanRequest(load_model(model), captured.engine.version, captured.options)
     return DeclaredManifest.model_validate(load_engine("vllm").plan(request).document())
 
 
-def test_capture_writes_the_manifest_that_was_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def capture(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> DeclaredManifest:
     python = require_engine("vllm")
     for name, value in engine_environment("vllm").items():
         monkeypatch.setenv(name, value)
-    out = tmp_path / "captured.json"
-    sizes = ["--max-model-len", "1024", "--max-num-batched-tokens", "1024", "--num-gpu-blocks-override", "600"]
-    arguments = ["capture", "--engine", "vllm", "--model", str(MODEL), "--python", str(python), "-o", str(out), *sizes]
-    assert inspect(arguments) == 0
-    captured = manifest_in(out)
+    arguments = ["capture", "--engine", "vllm", "--model", str(model), "--python", str(python), "-o", str(out)]
+    assert inspect([*arguments, "--max-num-batched-tokens", "1024", *options]) == 0
+    return manifest_in(out)
+
+
+def test_capture_writes_the_manifest_that_was_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = ("--max-model-len", "1024", "--num-gpu-blocks-override", "600")
+    captured = capture(MODEL, tmp_path / "captured.json", monkeypatch, *sizes)
     assert comparable(captured) == comparable(planned_like(captured))
     assert (captured.origin, captured.options["num-gpu-blocks-override"]) == ("captured", 600)
     assert {pool.page_stride_bytes for pool in captured.pools} == {93_888}
     assert captured == manifest_in(FIXTURE), "the committed example differs from what vLLM allocates now"
+
+
+def test_capture_of_classic_mla(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    captured = capture(CLASSIC, tmp_path / "captured.json", monkeypatch, "--max-model-len", "512")
+    assert comparable(captured) == comparable(planned_like(captured, CLASSIC))
+    (pool,) = captured.pools
+    assert (pool.pool, pool.record, pool.padding.policy) == ("mla", "mla_bf16", "exact")
+    blocks = captured.options["num-gpu-blocks-override"]
+    assert [layer.offset_bytes for layer in pool.layers] == [
+        layer * blocks * pool.page_stride_bytes for layer in range(3)
+    ]
 
 
 def test_in_process_with_plugin_and_connector(tmp_path: Path) -> None:

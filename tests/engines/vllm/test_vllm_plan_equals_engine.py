@@ -77,3 +77,12 @@ def test_the_random_cases_hold_packed_and_refused_models(engine_results: dict[st
     refused = [entry for entry in results if "error" in entry]
     assert len(packed) >= 20
     assert refused, "no schedule was refused: the refusals of the planner are untested"
+
+
+def test_layers_are_built_in_the_order_that_is_planned(engine_results: dict[str, Any]) -> None:
+    assert engine_results["order"] == {
+        "v4": ["indexer", "swa", "attn", "state"],
+        "v4-indexer": ["indexer", "state"],
+        "v41": ["attn", "indexer", "swa", "state"],
+        "v32": ["indexer", "attn"],
+    }

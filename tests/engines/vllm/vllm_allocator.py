@@ -9,6 +9,7 @@ What is vLLM's: the cache layers' own `get_kv_cache_spec`, `customize_attention_
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import sys
@@ -196,6 +197,10 @@ def classic_backend(settings: Any, *, sparse: bool) -> Any:
         from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 
         return CPUMLABackend
+    if settings.backend == "amx":
+        from vllm.v1.attention.backends.mla.amx_mla import AMXMLABackend
+
+        return AMXMLABackend
     from vllm.v1.attention.backends import fa_utils
 
     for name in ("flash_attn_varlen_func", "get_scheduler_metadata"):
@@ -316,11 +321,44 @@ def kernel_block_sizes(config: Any, layers: dict[str, Layer]) -> list[int]:
     return sizes
 
 
+def build_order() -> dict[str, list[str]]:
+    """Order in which the models' constructors register caches, read off their source; planner and cases rely on it."""
+    from vllm.models.deepseek_v32 import attention as v32_attention
+
+    marks = {
+        "attn": "static_forward_context[prefix] = self",
+        "swa": "DeepseekV4SWACache(",
+        "indexer": "self.indexer = ",
+        "state": "self.compressor = ",
+    }
+    constructors = {
+        "v4": (v4_attention.DeepseekV4Attention.__init__, marks),
+        "v4-indexer": (
+            v4_attention.DeepseekV4Indexer.__init__,
+            {"indexer": "self.k_cache = ", "state": marks["state"]},
+        ),
+        "v41": (v41_attention.DeepseekV4Attention.__init__, marks | {"indexer": "DeepseekV4IndexerCache("}),
+        "v32": (
+            v32_attention.DeepseekV32Attention.__init__,
+            {"attn": "super().__init__(", "indexer": "indexer = type(self).indexer_cls("},
+        ),
+    }
+    orders = {}
+    for name, (constructor, texts) in constructors.items():
+        source = inspect.getsource(constructor)
+        orders[name] = sorted(texts, key=lambda part: source.rindex(texts[part]))
+    return orders
+
+
 def main() -> None:
     out, *rest = sys.argv[1:]
     cases = (*CASES, *random_cases(int(rest[0]) if rest else 0))
     pretend_device()
-    results = {"version": installed_version(), "cases": {case.name: capture(case) for case in cases}}
+    results = {
+        "version": installed_version(),
+        "cases": {case.name: capture(case) for case in cases},
+        "order": build_order(),
+    }
     Path(out).write_text(json.dumps(results, sort_keys=True))
 
 

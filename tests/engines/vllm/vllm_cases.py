@@ -123,6 +123,8 @@ CASES = (
     Case("v3-block-128", classic(3, sparse=False), {"block-size": 128}),
     Case("v3-block-96", classic(3, sparse=False), {"block-size": 96}),
     Case("v3-cpu", classic(3, sparse=False), {"arch": "cpu"}),
+    Case("v3-cpu-amx", classic(3, sparse=False), {"arch": "cpu-amx"}),
+    Case("v3-cpu-amx-block-96", classic(3, sparse=False), {"arch": "cpu-amx", "block-size": 96}),
 )
 
 
