@@ -60,6 +60,8 @@ __all__ = [
 ]
 
 _NATURAL = LseFormat()
+_NO_QUERIES = torch.empty(0, 0, 0, dtype=torch.bfloat16, device="cpu")
+_NO_SLOTS = torch.empty(0, 0, dtype=torch.int64, device="cpu")
 
 
 class Prepared:
@@ -199,6 +201,18 @@ class Bound:
         elif lse is not None or sequence_of_query is not None:
             self._patch(lse=lse, sequence_of_query=sequence_of_query)
         self._launch()
+
+    def release(self) -> None:
+        """Lets go of q, out, lse, slots, lengths and map, so that an engine's allocator may use their memory again.
+
+        The next `run` must be given all of them that the call has. A captured graph is unaffected: it holds addresses.
+        """
+        call = self.call
+        call.q = call.out = _NO_QUERIES
+        call.queries = 0
+        call.lse = call.sequence_of_query = None
+        for cache in call.caches:
+            cache.slots, cache.lengths = _NO_SLOTS, None
 
     def _patch(
         self,
