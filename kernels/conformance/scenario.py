@@ -86,7 +86,7 @@ def build(case: Case, *, seed: int = 0, mode: Mode = Mode.DEFAULT) -> Scenario:
         mode: Mode of the plan.
     """
     generator = torch.Generator().manual_seed(seed)
-    records, widths = _records(case), _widths(case)
+    records, widths = records_of(case), _widths(case)
     sequences = _sequence_map(case)
     caches: list[Cache] = []
     storages: list[torch.Tensor] = []
@@ -113,7 +113,8 @@ def build(case: Case, *, seed: int = 0, mode: Mode = Mode.DEFAULT) -> Scenario:
     return scenario
 
 
-def _records(case: Case) -> list[str]:
+def records_of(case: Case) -> list[str]:
+    """Record of each cache of a case."""
     second, third = _SECOND.get(case.record, case.record), _THIRD.get(case.record, case.record)
     return [case.record, second, third][: case.caches]
 

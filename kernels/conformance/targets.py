@@ -19,7 +19,7 @@ import torch
 from kvbridge.kernels import mla
 from kvbridge.kernels.caches import Cache
 from kvbridge.kernels.conformance.grid import FACTORS, RECORD_NAMES, Case, cases
-from kvbridge.kernels.conformance.scenario import Scenario
+from kvbridge.kernels.conformance.scenario import Scenario, records_of
 from kvbridge.kernels.plan import MOST_CACHES, MOST_HEADS
 
 
@@ -47,8 +47,9 @@ class Traits:
 
     def refuses(self, case: Case) -> str | None:
         """Why a case is not claimed; None if it is."""
-        if case.record not in self.records:
-            return f"record {case.record}"
+        foreign = [record for record in records_of(case) if record not in self.records]
+        if foreign:
+            return f"record {foreign[0]}"
         if case.caches > self.most_caches:
             return f"{case.caches} caches"
         if (self.heads is not None and case.heads not in self.heads) or case.heads > MOST_HEADS:
