@@ -37,6 +37,13 @@ def built_pool(
     Yields:
         The pool object.
     """
+    with configured(model, settings=settings, options=options) as configurator:
+        yield _build(configurator, memory_config(configurator, budget_bytes))
+
+
+@contextmanager
+def configured(model: Path, *, settings: Settings, options: Mapping[str, OptionValue]) -> Iterator[Any]:
+    """Publishes server arguments and yields SGLang's KVCacheConfigurator. Arguments as `built_pool`."""
     with ExitStack() as stack:
         stack.enter_context(workarounds.published_arguments(**server_arguments(settings, options)))
         stack.enter_context(workarounds.environment_variable("SGLANG_DSV4_COMPRESS_STATE_DTYPE", settings.state_dtype))
@@ -50,8 +57,7 @@ def built_pool(
             stack.enter_context(workarounds.fp4_without_gpu())
         if settings.kv_layout:
             stack.enter_context(workarounds.index_page(settings.index_page_rows))
-        configurator = make_configurator(model, settings)
-        yield _build(configurator, budget_bytes)
+        yield make_configurator(model, settings)
 
 
 def server_arguments(settings: Settings, options: Mapping[str, OptionValue]) -> dict[str, Any]:
@@ -141,14 +147,19 @@ def make_configurator(model: Path, settings: Settings) -> Any:
     )
 
 
-def _build(configurator: Any, budget_bytes: int) -> Any:
-    """The steps of KVCacheConfigurator.configure behind its measurement of free GPU memory."""
-    from sglang.srt.configs.model_config import is_deepseek_dsa, is_deepseek_v4
+def memory_config(configurator: Any, budget_bytes: int) -> Any:
+    """SGLang's MemoryPoolConfig for a budget: the steps of KVCacheConfigurator._resolve_memory_pool_config."""
     from sglang.srt.model_executor.pool_configurator import create_memory_pool_configurator
 
     config = configurator.config_from_budget(budget_bytes)
     config.max_running_requests = configurator.resolve_max_num_reqs(config.max_total_num_tokens)
-    config = create_memory_pool_configurator(configurator).finalize_with_max_running_requests(config)
+    return create_memory_pool_configurator(configurator).finalize_with_max_running_requests(config)
+
+
+def _build(configurator: Any, config: Any) -> Any:
+    """The steps of KVCacheConfigurator.configure behind its measurement of free GPU memory."""
+    from sglang.srt.configs.model_config import is_deepseek_dsa, is_deepseek_v4
+
     sizes = configurator._derive_pool_sizes(config=config)
     hf_config = configurator.model_config.hf_config
     return configurator._build_token_to_kv_pool(

@@ -119,7 +119,7 @@ def fit_v4(model: ModelConfig, settings: Settings, budget_bytes: int) -> Fit:
         swa_tokens=swa,
         c4_rows=full // (4 * max(settings.hisparse_ratio, 1)),
         c128_rows=full // 128,
-        c4_state_rows=swa // page * rings[4],
+        c4_state_rows=swa // page * rings[4] if layers[4] else 0,
         request_slots=requests + 1,
     )
     window = f"{settings.swa_ratio} sliding-window slots a token" if swa_cap is None else f"{swa_cap:,} window slots"

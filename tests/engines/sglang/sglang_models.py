@@ -174,21 +174,36 @@ BUDGETS = (
 )
 """Cases and memory budgets in bytes from which SGLang's own formula finds the capacity."""
 
+GPU_BUDGETS = (40 * 10**9 + 7, 60 << 30, 141_000_000_000)
+"""Budgets that are only sized: with SGLang's default for the number of requests."""
+
 CAPTURED = {"max-running-requests": 4, "max-total-tokens": 8192}
 UNLIMITED = 1 << 50
 """A budget that never decides: `max-total-tokens` does."""
 
 
 def all_cases() -> dict[str, dict[str, Any]]:
-    """What capture_cases.py is to build: every case small, and budgets where the capacity follows from the memory."""
+    """What capture_cases.py does: every case small, budgets that are built, and budgets of real GPUs that are sized."""
     cases = {
-        name: {"model": case.model, "options": CAPTURED | case.options, "budget": UNLIMITED}
+        name: {"model": case.model, "options": CAPTURED | case.options, "budget": UNLIMITED, "sized": False}
         for name, case in CASES.items()
     }
     for name, budget in BUDGETS:
-        case = CASES[name]
-        options = {"max-running-requests": 4} | case.options
-        cases[f"{name}@{budget}"] = {"model": case.model, "options": options, "budget": budget}
+        options = {"max-running-requests": 4} | CASES[name].options
+        cases[f"{name}@{budget}"] = {
+            "model": CASES[name].model,
+            "options": options,
+            "budget": budget,
+            "sized": False,
+        }
+    for name, case in CASES.items():
+        for budget in GPU_BUDGETS:
+            cases[f"{name}/{budget}"] = {
+                "model": case.model,
+                "options": case.options,
+                "budget": budget,
+                "sized": True,
+            }
     return cases
 
 

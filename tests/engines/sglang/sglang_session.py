@@ -5,8 +5,10 @@ run_all(folder) -> Session      session.output("capture_cases")      the file th
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
+import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,8 @@ from tests.parity.byte_parity import make_inputs
 HERE = Path(__file__).resolve().parent
 PROGRAMS = HERE / "programs"
 PARITY_WRITER = HERE.parent.parent / "parity" / "programs" / "sglang_writer.py"
+
+INSPECT = HERE.parent.parent.parent / "kvbridge" / "inspect" / "__main__.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,7 @@ def _outcome() -> tuple[Session | None, BaseException | None]:
 
 def _run() -> Session:
     folder = Path(tempfile.mkdtemp(prefix="kvbridge-sglang-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     models, cases, rows = folder / "models", folder / "cases.json", folder / "rows.safetensors"
     sglang_models.write_models(models)
     cases.write_text(json.dumps(sglang_models.all_cases()))
@@ -71,6 +76,7 @@ def _run() -> Session:
         "adapter_checks": (PROGRAMS / "adapter_checks.py", models),
         "plugin_cases": (PROGRAMS / "plugin_cases.py", models, folder / "scenarios"),
         "sglang_writer": (PARITY_WRITER, rows),
+        "inspect_capture": (INSPECT, "capture", "--engine", "sglang", "--model", models / "v4", "-o"),
     }
     spec = folder / "spec.json"
     entries = [

@@ -11,15 +11,18 @@ from typing import Any
 
 import pytest
 
-from kvbridge.engine import PlanRequest
+from kvbridge.engine import PlanRequest, resolve_options
 from kvbridge.engines.sglang import ENGINE
+from kvbridge.engines.sglang.options import resolve_settings
+from kvbridge.engines.sglang.sizes import fit_classic, fit_v4
 from kvbridge.manifest import Manifest, parse_manifests
 from kvbridge.models import load_model
 from tests.engines.sglang.sglang_models import UNLIMITED, all_cases
 
 pytestmark = pytest.mark.timeout(1500)  # the first test waits for every program in SGLang's interpreter
 
-CASES = all_cases()
+SIZED = {name: case for name, case in all_cases().items() if case["sized"]}
+CASES = {name: case for name, case in all_cases().items() if not case["sized"]}
 EXAMPLE = Path(__file__).resolve().parents[2] / "fixtures" / "sglang_deepseek_v4_tiny.json"
 SAME_FIELDS = ("engine", "model", "rank", "options", "storages", "pools")
 
@@ -52,6 +55,23 @@ def test_planned_memory_is_the_allocated_memory(name: str, models: Path, capture
     assert f"{plan['memory']['tokens']:,} tokens" in plan["memory"]["reason"]
 
 
+@pytest.mark.parametrize("name", SIZED)
+def test_capacity_on_a_gpu_is_sglangs(name: str, models: Path, captured: dict[str, Any]) -> None:
+    result, case = captured[name], SIZED[name]
+    assert "error" not in result, result["error"]
+    sizes = result["sizes"]
+    model = load_model(models / case["model"])
+    settings = resolve_settings(model, resolve_options(ENGINE, case["options"]))
+    fit = (fit_v4 if settings.kv_layout else fit_classic)(model, settings, case["budget"]).sizes
+    assert fit.full_tokens == sizes["max_total_num_tokens"]
+    if settings.kv_layout:
+        assert fit.swa_tokens == sizes["swa_max_total_num_tokens"]
+        assert fit.c4_rows == sizes["c4_max_total_num_tokens"]
+        assert fit.c128_rows == sizes["c128_max_total_num_tokens"]
+        assert fit.c4_state_rows == sizes["c4_state_pool_size"]
+        assert fit.request_slots == sizes["max_running_requests"] + 1
+
+
 def test_the_example_manifest_is_what_sglang_allocates(captured: dict[str, Any]) -> None:
     (example,) = parse_manifests(EXAMPLE.read_bytes())
     manifest = captured["v4-page-256"]["manifest"]
@@ -59,7 +79,8 @@ def test_the_example_manifest_is_what_sglang_allocates(captured: dict[str, Any])
 
 
 def test_every_record_of_a_paged_pool_was_met(captured: dict[str, Any]) -> None:
-    records = {pool["record"] for result in captured.values() for pool in result["manifest"]["pools"]}
+    manifests = [captured[name]["manifest"] for name in CASES]
+    records = {pool["record"] for manifest in manifests for pool in manifest["pools"]}
     assert records >= {
         "v4",
         "v41",

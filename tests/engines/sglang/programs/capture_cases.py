@@ -2,11 +2,12 @@
 
     capture_cases.py MODELS CASES.json OUT.json      one process: importing SGLang takes half a minute
 
-OUT.json: {"manifests": {case: manifest}, "budgets": [{"case", "budget", "manifest"}], "refusals": {...}}
+OUT.json: {case: {"manifest", "findings", "views"}}, {"sizes"} for cases that are only sized, {"error"} for failures
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import time
@@ -16,7 +17,7 @@ from typing import Any
 
 from kvbridge.engine import resolve_options
 from kvbridge.engines.sglang import ENGINE
-from kvbridge.engines.sglang.build import built_pool
+from kvbridge.engines.sglang.build import built_pool, configured, memory_config
 from kvbridge.engines.sglang.capture import capture_pool
 from kvbridge.engines.sglang.layouts import read_pool
 from kvbridge.engines.sglang.live import live_findings
@@ -43,6 +44,15 @@ def capture_budget(folder: Path, given: dict[str, Any], budget: int) -> dict[str
         return {"manifest": manifest.document(), "findings": findings, "views": len(views)}
 
 
+def size_budget(folder: Path, given: dict[str, Any], budget: int) -> dict[str, Any]:
+    """What SGLang's formula makes of a budget that no CPU could allocate."""
+    model = load_model(folder)
+    options = resolve_options(ENGINE, given)
+    settings = resolve_settings(model, options)
+    with configured(folder, settings=settings, options=options) as configurator:
+        return {"sizes": dataclasses.asdict(memory_config(configurator, budget))}
+
+
 def main() -> None:
     """Captures everything; a case that fails is reported with its traceback."""
     models, cases, out = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text()), Path(sys.argv[3])
@@ -50,7 +60,8 @@ def main() -> None:
     for name, case in cases.items():
         started = time.monotonic()
         try:
-            results[name] = capture_budget(models / case["model"], case["options"], case["budget"])
+            work = size_budget if case["sized"] else capture_budget
+            results[name] = work(models / case["model"], case["options"], case["budget"])
         except Exception:
             results[name] = {"error": traceback.format_exc()}
         print(f"{name}: {time.monotonic() - started:.2f} s", flush=True)
