@@ -10,21 +10,6 @@
 
 namespace {
 
-struct Ahead {                     // rows of the next block, fetched while this one is multiplied
-  const Row* rows;
-  int32_t count, at;
-
-  void fetch(int32_t some) {
-    for (; some > 0 && at < count; some--, at++) {
-      const kvb_record& r = *rows[at].record;
-      const int32_t bytes = (r.code == KVB_CODE_E2M1 ? r.values / 2 : r.values) + 2 * r.tail_values;
-      for (int32_t b = 0; b < bytes; b += 64) __builtin_prefetch(rows[at].codes + b, 0, 2);
-      __builtin_prefetch(rows[at].codes + bytes - 1, 0, 2);
-      if (r.scale != KVB_SCALE_NONE) __builtin_prefetch(rows[at].scales, 0, 2);
-    }
-  }
-};
-
 inline void pack_queries(const kvb_call* call, const Item* item, bf16* packed) {
   const bf16* q = static_cast<const bf16*>(call->q) + item->query * call->q_query_stride;
   for (int32_t h0 = 0; h0 < item->padded; h0 += 16)

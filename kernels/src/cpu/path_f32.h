@@ -6,6 +6,9 @@
 //   sums [512/L][heads][L] = sums * correction + P^T . K[:, :512]
 #pragma once
 #include "finish.h"
+#if LANES == 16
+#include "transpose.h"
+#endif
 
 namespace {
 
@@ -24,16 +27,22 @@ inline int64_t buffer_floats(const kvb_call* call, int32_t padded) {
 
 int64_t scratch_bytes(const kvb_call* call, int32_t padded) { return 4 * buffer_floats(call, padded); }
 
+// [heads][d_qk] bf16 to [heads / LANES][d_qk][LANES] fp32, in squares of LANES values.
 inline void pack_queries(const kvb_call* call, const Item* item, float* packed) {
-  for (int32_t h = 0; h < item->padded; h++) {
-    float* to = packed + (h / LANES) * static_cast<int64_t>(call->d_qk) * LANES + h % LANES;
-    if (h >= item->heads) {
-      for (int32_t d = 0; d < call->d_qk; d++) to[d * LANES] = 0;
-      continue;
+  const uint16_t* q = static_cast<const uint16_t*>(call->q) + item->query * call->q_query_stride;
+  for (int32_t h = 0; h < item->padded; h += LANES)
+    for (int32_t d = 0; d < call->d_qk; d += LANES) {
+      vfloat rows[LANES];
+      for (int32_t i = 0; i < LANES; i++) rows[i] = h + i < item->heads ? load_bf16(q + (item->head0 + h + i) * call->q_head_stride + d) : vfloat{};
+      float* out = packed + static_cast<int64_t>(h) * call->d_qk + d * LANES;
+#if LANES == 16
+      transpose(reinterpret_cast<__m512i*>(rows));
+      for (int32_t i = 0; i < LANES; i++) store(out + i * LANES, rows[i]);
+#else
+      for (int32_t j = 0; j < LANES; j++)
+        for (int32_t i = 0; i < LANES; i++) out[j * LANES + i] = rows[i][j];
+#endif
     }
-    const uint16_t* from = static_cast<const uint16_t*>(call->q) + item->query * call->q_query_stride + (item->head0 + h) * call->q_head_stride;
-    for (int32_t d = 0; d < call->d_qk; d++) to[d * LANES] = bits_to_float(static_cast<uint32_t>(from[d]) << 16);
-  }
 }
 
 template <int rows, int vectors>
@@ -50,18 +59,24 @@ inline void score_tile(const float* keys, int64_t key_stride, const float* queri
 }
 
 template <int rows, int vectors>
-inline void score_strip(const Buffers& b, int32_t count, int32_t depth, int64_t padded, int32_t head) {
+inline void score_strip(const Buffers& b, int32_t count, int32_t depth, int64_t padded, int32_t head, Ahead& ahead, int32_t share) {
   const int64_t stride = depth + KEY_PAD;
   const float* queries = b.queries + static_cast<int64_t>(head) * depth;
   int32_t n = 0;
-  for (; n + rows <= count; n += rows) score_tile<rows, vectors>(b.keys + n * stride, stride, queries, depth, b.scores + n * padded + head, padded);
+  for (; n + rows <= count; n += rows) {
+    ahead.fetch(share);
+    score_tile<rows, vectors>(b.keys + n * stride, stride, queries, depth, b.scores + n * padded + head, padded);
+  }
+  for (; n + 4 <= count; n += 4) score_tile<4, vectors>(b.keys + n * stride, stride, queries, depth, b.scores + n * padded + head, padded);
   for (; n < count; n++) score_tile<1, vectors>(b.keys + n * stride, stride, queries, depth, b.scores + n * padded + head, padded);
 }
 
-inline void score_block(const Buffers& b, int32_t rows, int32_t depth, int32_t padded) {
+inline void score_block(const Buffers& b, int32_t rows, int32_t depth, int32_t padded, Ahead& ahead) {
+  const int32_t strips = (padded + TILE_VECTORS * LANES - 1) / (TILE_VECTORS * LANES), share = (ahead.count * TILE_ROWS + rows * strips - 1) / (rows * strips);
   int32_t h = 0;
-  for (; h + TILE_VECTORS * LANES <= padded; h += TILE_VECTORS * LANES) score_strip<TILE_ROWS, TILE_VECTORS>(b, rows, depth, padded, h);
-  for (; h < padded; h += LANES) score_strip<SINGLE_ROWS, 1>(b, rows, depth, padded, h);
+  for (; h + TILE_VECTORS * LANES <= padded; h += TILE_VECTORS * LANES) score_strip<TILE_ROWS, TILE_VECTORS>(b, rows, depth, padded, h, ahead, share);
+  for (; h < padded; h += LANES) score_strip<SINGLE_ROWS, 1>(b, rows, depth, padded, h, ahead, share * SINGLE_ROWS / TILE_ROWS);
+  ahead.fetch(ahead.count);
 }
 
 // Turns scores into weights, column by column, and says by how much older sums shrink.
@@ -100,6 +115,17 @@ inline void value_tile(const float* keys, int64_t key_stride, const float* weigh
     for (int v = 0; v < vectors; v++) store(sums + (v * padded + h) * LANES, sum[h][v]);
 }
 
+// The last `left` heads, fewer than a full tile.
+template <int heads>
+inline void value_rest(const Buffers& b, int32_t rows, int64_t stride, int32_t d, const Item* item, int32_t left, bool first) {
+  if (left == heads) {
+    const int32_t h = item->heads - left;
+    value_tile<heads, TILE_VECTORS>(b.keys + d, stride, b.scores + h, item->padded, rows, b.state.sums + static_cast<int64_t>(d) * item->padded + h * LANES, b.corrections + h, first);
+  } else if constexpr (heads > 1) {
+    value_rest<heads - 1>(b, rows, stride, d, item, left, first);
+  }
+}
+
 inline void value_block(const Buffers& b, int32_t rows, int32_t depth, const Item* item, bool first) {
   const int64_t padded = item->padded, stride = depth + KEY_PAD;
   for (int32_t d = 0; d < KVB_DV; d += TILE_VECTORS * LANES) {
@@ -107,15 +133,8 @@ inline void value_block(const Buffers& b, int32_t rows, int32_t depth, const Ite
     int32_t h = 0;
     for (; h + TILE_ROWS <= item->heads; h += TILE_ROWS)
       value_tile<TILE_ROWS, TILE_VECTORS>(b.keys + d, stride, b.scores + h, padded, rows, sums + h * LANES, b.corrections + h, first);
-    for (; h < item->heads; h++) value_tile<1, TILE_VECTORS>(b.keys + d, stride, b.scores + h, padded, rows, sums + h * LANES, b.corrections + h, first);
+    value_rest<TILE_ROWS - 1>(b, rows, stride, d, item, item->heads - h, first);
   }
-}
-
-inline void prefetch(const Row& row) {
-  const kvb_record& r = *row.record;
-  const int32_t codes = r.code == KVB_CODE_E2M1 ? r.values / 2 : r.values;
-  for (int32_t at = 0; at < codes + 2 * r.tail_values; at += 64) __builtin_prefetch(row.codes + at);
-  if (r.scale != KVB_SCALE_NONE) __builtin_prefetch(row.scales);
 }
 
 void run_item(const kvb_call* call, const Item* item, void* scratch) {
@@ -129,18 +148,21 @@ void run_item(const kvb_call* call, const Item* item, void* scratch) {
   b.state = state_at(item->partial ? item->partial : at, padded);
   reset(b.state, padded);
   Walk walk = walk_query(call, item);
-  Row rows[BLOCK_ROWS];
+  Row rows[2][BLOCK_ROWS];
   const float scale2 = call->scale * LOG2_E;
-  bool first = true;
-  for (int32_t n; (n = walk.next(rows, BLOCK_ROWS)) > 0; first = false) {
-    if (first) pack_queries(call, item, b.queries);
-    for (int32_t i = 0; i < n; i++) {
-      if (i + 4 < n) prefetch(rows[i + 4]);
-      decode_row_f32(rows[i], b.keys + i * (depth + KEY_PAD));
-    }
-    score_block(b, n, depth, padded);
-    soften(b, n, padded, scale2, first);
-    value_block(b, n, depth, item, first);
+  int32_t count = walk.next(rows[0], BLOCK_ROWS);
+  if (count > 0) {
+    Ahead first_rows = {rows[0], count, 0};
+    first_rows.fetch(count);
+    pack_queries(call, item, b.queries);
+  }
+  for (int32_t block = 0; count > 0; block++) {
+    for (int32_t i = 0; i < count; i++) decode_row_f32(rows[block & 1][i], b.keys + i * (depth + KEY_PAD));
+    Ahead ahead = {rows[(block + 1) & 1], walk.next(rows[(block + 1) & 1], BLOCK_ROWS), 0};
+    score_block(b, count, depth, padded, ahead);
+    soften(b, count, padded, scale2, block == 0);
+    value_block(b, count, depth, item, block == 0);
+    count = ahead.count;
   }
   if (!item->partial) finish(call, item, b.state, 0, item->heads);
 }

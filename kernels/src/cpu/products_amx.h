@@ -119,8 +119,7 @@ inline void store_sums(float* at, int64_t right, int64_t down, int64_t line) {
   _tile_stored(3, at + down + right, line);
 }
 
-template <class Next>
-inline void score_block(const Buffers& b, int32_t rows, int32_t depth, int32_t padded, Next& ahead) {
+inline void score_block(const Buffers& b, int32_t rows, int32_t depth, int32_t padded, Ahead& ahead) {
   const int32_t steps = rows / 32 * (padded / 32) + rows / 64 * (padded / 16 % 2), share = (ahead.count + steps - 1) / steps;
   const int64_t line = 4 * static_cast<int64_t>(padded), column = 16 * static_cast<int64_t>(depth);
   stores_are_done();

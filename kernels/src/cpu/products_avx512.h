@@ -19,8 +19,6 @@ struct Buffers {
   bool few;                        // at most 8 heads: queries are [d_qk / 32][8][32]
 };
 
-struct Ahead;
-
 inline __m512bh pair_of(const bf16* p) {
   int32_t word;
   memcpy(&word, p, 4);
@@ -67,8 +65,8 @@ inline void value_tile(const bf16* values, const bf16* weights, int64_t padded, 
     for (int v = 0; v < vectors; v++) _mm512_store_ps(sums + (v * padded + h) * 16, sum[h][v]);
 }
 
-template <int rows, int vectors, class Next>
-inline void score_strip(const Buffers& b, int32_t count, int32_t depth, int32_t padded, int32_t head, Next& ahead, int32_t share) {
+template <int rows, int vectors>
+inline void score_strip(const Buffers& b, int32_t count, int32_t depth, int32_t padded, int32_t head, Ahead& ahead, int32_t share) {
   const bf16* queries = b.queries + static_cast<int64_t>(head) * depth;
   int32_t n = 0;
   for (; n + rows <= count; n += rows) {
@@ -103,8 +101,7 @@ inline void score_few(const bf16* keys, const bf16* queries, int32_t depth, floa
   store_few(sum, scores);
 }
 
-template <class Next>
-inline void score_block(const Buffers& b, int32_t rows, int32_t depth, int32_t padded, Next& ahead) {
+inline void score_block(const Buffers& b, int32_t rows, int32_t depth, int32_t padded, Ahead& ahead) {
   const int32_t strips = (padded + 31) / 32, share = (ahead.count * 12 + rows * strips - 1) / (rows * strips);
   int32_t h = 0;
   if (b.few) h = padded;          // done while the rows were loaded
