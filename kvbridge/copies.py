@@ -3,37 +3,20 @@
     source   [====]......[====]......[====]          sources range(0, 30, 10), targets range(0, 12, 4)
     target   [====][====][====]
 
-Equal steps stay one strided copy, whatever the count, so that a plan is small and torch moves it with all its threads.
-Scattered pieces are lists of starts and go from storage to storage through memoryviews, whose slices cost a tenth of a
-torch call. There is no intermediate buffer.
+Equal steps stay one strided copy, whatever the count, so that a plan is small; scattered pieces are lists of starts.
+`moving` runs a plan.
 """
 
 from __future__ import annotations
 
-import ctypes
-from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import TYPE_CHECKING
 
-from kvbridge.errors import SpanError
-from kvbridge.runs import Span, SpanRun, Spans, join_spans
+from kvbridge.runs import Span, Spans, join_spans
 from kvbridge.spans import Placement, row_blocks
-
-if TYPE_CHECKING:
-    import torch
-
-    from kvbridge.view import PageView
 
 _REGULAR = 32
 """Pieces with equal steps from which on a list of starts is worth a strided copy of its own."""
-
-_SORT_FROM = 1024
-"""Scattered pieces from which on sorting them costs less than it saves."""
-
-_TORCH_FROM_BYTES = 1 << 20
-"""Bytes from which on a strided copy goes to torch and its threads; a smaller one costs less as memoryview slices."""
 
 Starts = range | list[int]
 _Shape = tuple[int, int, int, int]  # row_bytes, rows, source_row_stride, target_row_stride
@@ -160,89 +143,6 @@ class CopyBuilder:
         loose_sources, loose_targets = self._loose.setdefault(shape, ([], []))
         loose_sources.extend(sources)
         loose_targets.extend(targets)
-
-
-def run_plan(plan: CopyPlan, source: PageView, target: PageView) -> None:
-    """Moves the bytes of a plan made of offsets in the two views' storages.
-
-    Args:
-        plan: See `CopyPlan`.
-        source: View whose storage is read.
-        target: View whose storage is written.
-
-    Raises:
-        StaleViewError: The memory of either view is gone.
-        SpanError: A byte would be both read and written.
-    """
-    source.require_live()
-    target.require_live()
-    _require_apart(plan, source, target)
-    here, there = source.pages, target.pages
-    on_host = here.device.type == there.device.type == "cpu" and bool(source.base_address and target.base_address)
-    buffers: tuple[memoryview, memoryview] | None = None
-    for copy in plan.copies:
-        if copy.is_strided and (copy.rows > 1 or not on_host or copy.total_bytes >= _TORCH_FROM_BYTES):
-            _strided(there, copy, copy.targets, copy.target_row_stride).copy_(
-                _strided(here, copy, copy.sources, copy.source_row_stride)
-            )
-        elif on_host and copy.rows == 1:
-            read, write = buffers = buffers or (_buffer(source), _buffer(target))
-            length = copy.row_bytes
-            for start, goal in zip(*_by_source(copy), strict=True):
-                write[goal : goal + length] = read[start : start + length]
-        else:
-            for start, goal in zip(copy.sources, copy.targets, strict=True):
-                _strided(there, copy, range(goal, goal + 1), copy.target_row_stride).copy_(
-                    _strided(here, copy, range(start, start + 1), copy.source_row_stride)
-                )
-
-
-def _strided(pages: torch.Tensor, copy: RowCopy, starts: Starts, row_stride: int) -> torch.Tensor:
-    """The bytes of a strided copy as uint8 [copies, rows, row_bytes] on the storage of `pages`."""
-    step = starts.step if isinstance(starts, range) and len(starts) > 1 else 0
-    return pages.as_strided((len(starts), copy.rows, copy.row_bytes), (step, row_stride, 1), starts[0])
-
-
-def _by_source(copy: RowCopy) -> tuple[Starts, Starts]:
-    """Starts in the order of the sources: memory is read faster in sequence, and written as fast in any order."""
-    if isinstance(copy.sources, range) or len(copy.sources) < _SORT_FROM:
-        return copy.sources, copy.targets
-    import torch
-
-    # An array is read by torch in place; torch.tensor(list) takes longer than the sort.
-    sources, targets = (
-        torch.frombuffer(array("q", starts), dtype=torch.int64) for starts in (copy.sources, copy.targets)
-    )
-    ascending, order = sources.sort()
-    return ascending.tolist(), targets[order].tolist()
-
-
-def _buffer(view: PageView) -> memoryview:
-    """The whole storage as bytes; valid while the view is live."""
-    address = view.base_address - view.offset_bytes
-    return memoryview((ctypes.c_ubyte * view.storage_bytes).from_address(address)).cast("B")
-
-
-def _require_apart(plan: CopyPlan, source: PageView, target: PageView) -> None:
-    """Refuses a copy that reads what it writes; by addresses, so that two storages on one memory count as one."""
-    if not (source.base_address and target.base_address):
-        return
-    if not _payload_run(source).overlaps(_payload_run(target)):
-        return
-    read = plan.source_spans.shifted(source.base_address - source.offset_bytes)
-    written = plan.target_spans.shifted(target.base_address - target.offset_bytes)
-    for first, second in pairwise(sorted([*read, *written])):
-        if second.start < first.start + first.length:
-            end = min(first.start + first.length, second.start + second.length)
-            raise SpanError(
-                "target_pages",
-                got=f"{end - second.start} bytes at {second.start:#x} that are read too",
-                expected="pages that share no byte with the source's",
-            )
-
-
-def _payload_run(view: PageView) -> SpanRun:
-    return SpanRun(view.base_address, view.layout.payload_bytes, view.page_stride_bytes, view.num_pages)
 
 
 def _pieces(source: Placement, target: Placement) -> tuple[tuple[Span, Span, int], ...]:

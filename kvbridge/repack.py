@@ -17,9 +17,10 @@ from itertools import pairwise
 from math import gcd
 from typing import TYPE_CHECKING
 
-from kvbridge.copies import CopyBuilder, CopyPlan, run_plan
+from kvbridge.copies import CopyBuilder, CopyPlan
 from kvbridge.errors import PageCountError, PlaneError, RecordMismatchError, SlotError, TokensPerRowError
 from kvbridge.layout import PageLayout
+from kvbridge.moving import run_plan
 from kvbridge.runs import as_numbers
 from kvbridge.spans import Placement
 

@@ -74,7 +74,7 @@ def _bytes_fit(layout: DeclaredLayout, payload: int) -> bool:
         for byte in range(page):
             if marks.setdefault(number * layout.page_stride_bytes + byte, number) != number:
                 return False
-    if policy is not PaddingPolicy.PACKED and sorted(marks) != list(range(2 * page)):
+    if min(marks, default=0) < 0 or (policy is not PaddingPolicy.PACKED and sorted(marks) != list(range(2 * page))):
         return False
     # Slots of a token-granular pool lie one behind the other, so its pages are no further apart than their rows.
     return layout.kind is not PoolKind.TOKEN_GRANULAR or layout.page_stride_bytes == payload
