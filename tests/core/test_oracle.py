@@ -174,6 +174,7 @@ def check_plan(place: Placement, tensor: TensorShape, pages: range | list[int], 
         assert expected, (start, length, operation)
 
 
+@pytest.mark.timeout(3600)  # the thorough run takes minutes
 def test_random_cases(layouts: range) -> None:
     kinds: Counter[str] = Counter()
     for seed in layouts:
