@@ -8,6 +8,7 @@
 #include <pthread.h>
 #include <sched.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 #include <time.h>
 #include "item.h"
 
@@ -147,8 +148,12 @@ KVB_HIDDEN void* kvb_scratch(int64_t bytes) {
   if (bytes > scratch.bytes) {
     free(scratch.memory);
     scratch.bytes = 0;
-    const int64_t rounded = (bytes + 4095) / 4096 * 4096;
-    scratch.memory = aligned_alloc(4096, static_cast<size_t>(rounded));
+    constexpr int64_t page = 2 << 20;
+    const int64_t rounded = (bytes + page - 1) / page * page;
+    scratch.memory = aligned_alloc(page, static_cast<size_t>(rounded));
+#if defined(__linux__)
+    if (scratch.memory) madvise(scratch.memory, static_cast<size_t>(rounded), MADV_HUGEPAGE);   // fewer address look-ups
+#endif
     if (scratch.memory) scratch.bytes = rounded;
   }
   return scratch.memory;
