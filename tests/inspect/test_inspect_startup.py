@@ -67,18 +67,16 @@ def _benchmark() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 
 
 def test_starts_within_its_limits() -> None:
     benchmark = _benchmark()
-    best: dict[str, float] = {}
-    allowed: dict[str, float] = {}
+    times = None
     for _ in range(4):  # a shared machine may be busy for a while; the limits hold for the minimum
-        for name, seconds in benchmark.measure(10).items():
-            best[name] = min(best.get(name, seconds), seconds)
-        allowed = benchmark.limits(best)
-        if all(best[name] <= limit for name, limit in allowed.items()):
+        times = benchmark.measure(10)
+        if not times.exceeded():
             return
-    pytest.fail(f"measured {best}, allowed {allowed}")
+    pytest.fail(f"measured {times}")
