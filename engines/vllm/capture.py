@@ -104,7 +104,13 @@ def engine_arguments(model: Any, options: Mapping[str, OptionValue], release: st
         arguments["kv_cache_dtype"] = options["kv-cache-dtype"]
     if options["indexer-kv-dtype"] != _DEFAULTS["indexer-kv-dtype"]:
         arguments["attention_config"] = {"indexer_kv_dtype": options["indexer-kv-dtype"]}
-    for name in ("attention-backend", "speculative-tokens", "tensor-parallel-size", "decode-context-parallel-size"):
+    single = (
+        "tensor-parallel-size",
+        "decode-context-parallel-size",
+        "pipeline-parallel-size",
+        "pipeline-parallel-rank",
+    )
+    for name in ("attention-backend", "speculative-tokens", *single):
         if options[name] != _DEFAULTS[name]:
             raise EngineError(
                 f"option {name}: got {options[name]!r}, expected {_DEFAULTS[name]!r}: capture runs one worker; start "

@@ -129,6 +129,8 @@ def options_of(vllm_config: Any, kv_cache_config: Any) -> dict[str, str | int | 
         "speculative-tokens": int(vllm_config.num_speculative_tokens),
         "tensor-parallel-size": int(parallel.tensor_parallel_size),
         "decode-context-parallel-size": int(parallel.decode_context_parallel_size),
+        "pipeline-parallel-size": int(parallel.pipeline_parallel_size),
+        "pipeline-parallel-rank": worker_rank(vllm_config).pipeline_parallel_rank,
         "max-model-len": int(vllm_config.model_config.max_model_len),
         "max-num-batched-tokens": int(scheduler.max_num_batched_tokens),
         "async-scheduling": bool(scheduler.async_scheduling),

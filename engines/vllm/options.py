@@ -37,9 +37,11 @@ OPTIONS = (
     EngineOption("speculative-tokens", 0, "draft tokens of a step; above 0 adds the model's draft layers"),
     EngineOption("tensor-parallel-size", 1, "ranks of tensor parallelism; MLA caches are whole on every rank"),
     EngineOption("decode-context-parallel-size", 1, "ranks that share a sequence's cache"),
+    EngineOption("pipeline-parallel-size", 1, "ranks that share the layers"),
+    EngineOption("pipeline-parallel-rank", 0, "which of them to plan"),
     EngineOption("max-model-len", 0, "longest sequence; 0 for the model's"),
     EngineOption("max-num-batched-tokens", 8192, "tokens of a step; sizes what a sliding window holds in flight"),
-    EngineOption("async-scheduling", True, "two steps in flight instead of one"),
+    EngineOption("async-scheduling", True, "one more step in flight"),
     EngineOption("num-gpu-blocks-override", 0, "blocks to allocate whatever the memory; 0 for none"),
 )
 
@@ -71,6 +73,8 @@ class Settings:
     speculative_tokens: int
     tensor_parallel: int
     context_parallel: int
+    pipeline_parallel: int
+    pipeline_rank: int
     max_model_len: int
     in_flight_tokens: int
     num_blocks: int
@@ -137,7 +141,14 @@ def resolve(model: ModelConfig, options: Mapping[str, OptionValue], *, version: 
             f"option decode-context-parallel-size: got {context_parallel}, expected 1: vLLM refuses to split a sliding "
             "window over ranks"
         )
-    steps = 2 if options["async-scheduling"] else 1
+    pipeline_parallel = _positive(options, "pipeline-parallel-size", least=1)
+    pipeline_rank = _positive(options, "pipeline-parallel-rank")
+    if pipeline_parallel > model.num_layers or pipeline_rank >= pipeline_parallel:
+        raise EngineError(
+            f"option pipeline-parallel-rank: got rank {pipeline_rank} of {pipeline_parallel}, expected rank < size <= "
+            f"{model.num_layers} layers"
+        )
+    steps = pipeline_parallel + bool(options["async-scheduling"])
     return Settings(
         version=known,
         arch=arch,
@@ -151,6 +162,8 @@ def resolve(model: ModelConfig, options: Mapping[str, OptionValue], *, version: 
         speculative_tokens=_positive(options, "speculative-tokens"),
         tensor_parallel=_positive(options, "tensor-parallel-size", least=1),
         context_parallel=context_parallel,
+        pipeline_parallel=pipeline_parallel,
+        pipeline_rank=pipeline_rank,
         max_model_len=_positive(options, "max-model-len") or model.max_model_len,
         in_flight_tokens=steps * _positive(options, "max-num-batched-tokens", least=1),
         num_blocks=_positive(options, "num-gpu-blocks-override"),

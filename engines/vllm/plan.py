@@ -17,6 +17,7 @@ from kvbridge.engines.vllm.grouping import Group, Placement, block_bytes, make_g
 from kvbridge.engines.vllm.layers import is_packed, layer_specs
 from kvbridge.engines.vllm.options import Settings, resolve
 from kvbridge.engines.vllm.specs import CacheSpec, SpecKind
+from kvbridge.engines.vllm.stages import local_groups
 from kvbridge.layout import Padding, PaddingPolicy
 from kvbridge.manifest import EngineId, LayerPlacement, Manifest, MemoryPlan, Pool, Rank, Storage
 
@@ -37,12 +38,16 @@ def plan_manifest(request: PlanRequest, options: dict[str, str | int | bool]) ->
     settings = resolve(request.model, options, version=request.version)
     specs = layer_specs(request.model, settings)
     packed = is_packed(request.model, specs)
-    groups = make_groups(specs, packed=packed)
+    all_groups = make_groups(specs, packed=packed)
+    ranks = [local_groups(all_groups, request.model, settings, rank) for rank in range(settings.pipeline_parallel)]
+    groups = ranks[settings.pipeline_rank]
     slab_bytes = block_bytes(groups, packed=packed)
     notes = list(settings.notes)
-    num_blocks, memory = _blocks(request, settings, groups, slab_bytes, notes)
+    # All ranks allocate as many blocks as the one with the largest blocks can.
+    largest_bytes = max(block_bytes(rank, packed=packed) for rank in ranks)
+    num_blocks, memory = _blocks(request, settings, all_groups, (slab_bytes, largest_bytes), notes)
     if num_blocks is None and not packed:
-        num_blocks = blocks_per_request(groups, settings, settings.max_model_len) + 1
+        num_blocks = blocks_per_request(all_groups, settings, settings.max_model_len) + 1
         notes.append(
             f"offsets depend on the number of blocks; planned with {num_blocks}, the fewest that hold one sequence of "
             f"{settings.max_model_len} tokens"
@@ -53,7 +58,10 @@ def plan_manifest(request: PlanRequest, options: dict[str, str | int | bool]) ->
         model=request.model.name,
         origin="planned",
         rank=Rank(
-            tensor_parallel_size=settings.tensor_parallel, decode_context_parallel_size=settings.context_parallel
+            tensor_parallel_size=settings.tensor_parallel,
+            pipeline_parallel_rank=settings.pipeline_rank,
+            pipeline_parallel_size=settings.pipeline_parallel,
+            decode_context_parallel_size=settings.context_parallel,
         ),
         options=dict(options),
         storages=(Storage(id=STORAGE, storage_bytes=None if num_blocks is None else num_blocks * slab_bytes),),
@@ -168,18 +176,21 @@ def _blocks_of_layer(spec: CacheSpec, settings: Settings, tokens: int) -> int:
 
 
 def _blocks(
-    request: PlanRequest, settings: Settings, groups: Sequence[Group], slab_bytes: int, notes: list[str]
+    request: PlanRequest, settings: Settings, groups: Sequence[Group], sizes: tuple[int, int], notes: list[str]
 ) -> tuple[int | None, MemoryPlan | None]:
+    slab_bytes, largest_bytes = sizes
     if request.memory_bytes is None and not settings.num_blocks:
         return None, None
     budget = settings.num_blocks * slab_bytes if request.memory_bytes is None else request.memory_bytes
-    num_blocks = settings.num_blocks or budget // slab_bytes
+    num_blocks = settings.num_blocks or budget // largest_bytes
     if num_blocks < 1:
-        raise EngineError(f"memory: got {budget} bytes, expected at least {slab_bytes}: one block of all layers")
+        raise EngineError(f"memory: got {budget} bytes, expected at least {largest_bytes}: one block of all layers")
     length = settings.max_model_len
     needed = blocks_per_request(groups, settings, length)
     tokens = int(num_blocks / needed * length)
-    how = "num-gpu-blocks-override" if settings.num_blocks else f"{budget} // {slab_bytes} bytes a block"
+    how = "num-gpu-blocks-override" if settings.num_blocks else f"{budget} // {largest_bytes} bytes a block"
+    if largest_bytes != slab_bytes and not settings.num_blocks:
+        how += f" on the rank with most; {slab_bytes} here"
     reason = (
         f"{num_blocks} blocks ({how}); a sequence of {length} tokens takes {needed} of them "
         f"({_shares(groups, settings, length)}); {num_blocks} / {needed} * {length} = {tokens} tokens"

@@ -188,6 +188,29 @@ def test_schedules_that_vllm_cannot_lay_out_are_refused() -> None:
         plan(replace(flash, num_layers=2, compress_ratios=(4, 2)))
 
 
+def test_pipeline_stages_hold_their_own_layers_and_as_many_blocks_as_the_largest_can() -> None:
+    sizes: dict[str, OptionValue] = {"pipeline_parallel_size": 4}
+    stages = [plan(memory_bytes=40 << 30, **sizes, pipeline_parallel_rank=rank) for rank in range(4)]
+    slabs = [stage.pools[0].page_stride_bytes for stage in stages]
+    assert len(set(slabs)) > 1
+    assert {stage.memory.num_blocks for stage in stages if stage.memory} == {(40 << 30) // max(slabs)}
+    names = [layer.name for stage in stages for pool in stage.pools for layer in pool.layers]
+    assert len(names) == len(set(names)) == sum(len(pool.layers) for pool in plan().pools)
+    assert [stage.rank.pipeline_parallel_rank for stage in stages] == [0, 1, 2, 3]
+    smallest = stages[slabs.index(min(slabs))].memory
+    assert smallest is not None
+    assert f"{max(slabs)} bytes a block on the rank with most; {min(slabs)} here" in smallest.reason
+
+
+def test_pipelines_that_vllm_cannot_split_are_refused() -> None:
+    with pytest.raises(EngineError, match="with its source; vLLM refuses to split layers that share compressed rows"):
+        plan("deepseek-v4.1-flash", pipeline_parallel_size=5, pipeline_parallel_rank=2)
+    with pytest.raises(EngineError, match="got rank 2 of 2, expected rank < size <= 43 layers"):
+        plan(pipeline_parallel_size=2, pipeline_parallel_rank=2)
+    with pytest.raises(EngineError, match=r"rank 0 has layers 0 \.\. 0, and none of some group"):
+        plan(pipeline_parallel_size=43)
+
+
 def test_context_parallel_ranks_share_a_sequence() -> None:
     one = plan("deepseek-v3", memory_bytes=40 << 30).memory
     two = plan("deepseek-v3", memory_bytes=40 << 30, decode_context_parallel_size=2).memory

@@ -14,12 +14,14 @@ import json
 import math
 import sys
 import types
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from vllm.config import CacheConfig, DeviceConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed.utils import get_pp_indices
 from vllm.models.deepseek_v4 import attention as v4_attention
 from vllm.models.deepseek_v4 import compressor as v4_compressor
 from vllm.models.deepseek_v4.sparse_mla import DeepseekV4SparseMLABackend as V4Backend
@@ -35,6 +37,7 @@ from kvbridge.engine import load_engine, resolve_options
 from kvbridge.engines.vllm.layouts import installed_version
 from kvbridge.engines.vllm.options import resolve
 from kvbridge.engines.vllm.tensors import captured_manifest
+from kvbridge.manifest import Rank
 from kvbridge.models import Family, ModelConfig
 from tests.engines.vllm.vllm_cases import CASES, MEMORY_BYTES, NUM_BLOCKS, Case, random_cases
 
@@ -223,7 +226,7 @@ def specs_of(layers: dict[str, Any], vllm_config: VllmConfig, attention: Any, ba
     return specs
 
 
-def make_config(model: ModelConfig, settings: Any) -> VllmConfig:
+def make_config(model: ModelConfig, settings: Any, options: Mapping[str, Any]) -> VllmConfig:
     """A VllmConfig with the parts that decide caches."""
     cache_config = CacheConfig(block_size=settings.block_tokens)
     cache_config.cache_dtype = settings.kv_dtype
@@ -233,7 +236,8 @@ def make_config(model: ModelConfig, settings: Any) -> VllmConfig:
     )
     vllm_config.attention_config.indexer_sparse_logits = settings.sparse_logits
     vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = False
-    vllm_config.scheduler_config.max_num_batched_tokens = settings.in_flight_tokens // 2
+    vllm_config.parallel_config.pipeline_parallel_size = settings.pipeline_parallel
+    vllm_config.scheduler_config.max_num_batched_tokens = int(options["max-num-batched-tokens"])
     vllm_config.scheduler_config.async_scheduling = True
     if settings.speculative_tokens:
         vllm_config.speculative_config = types.SimpleNamespace(
@@ -266,20 +270,38 @@ def allocate(case: Case) -> Allocated:
     options = resolve_options(engine, case.options | {"num-gpu-blocks-override": NUM_BLOCKS})
     settings = resolve(model, options, version=installed_version())
     _device["family"] = FAMILIES.get(settings.arch, 0)
-    vllm_config = make_config(model, settings)
+    vllm_config = make_config(model, settings, options)
     with set_current_vllm_config(vllm_config, check_compile=False):
         layers = layers_of(model, settings, vllm_config)
         specs = {name: layer.spec for name, layer in layers.items()}
         names = [entry.name for entry in get_supported_kv_cache_layouts([layer.backend for layer in layers.values()])]
         layout = resolve_kv_cache_layout(vllm_config, [names], specs.values())
         groups = planning.get_kv_cache_groups(vllm_config, dict(specs))
-        planned = planning.get_kv_cache_config_from_groups(vllm_config, groups, MEMORY_BYTES)
+        stages = [stage_groups(model, settings, groups, specs, rank) for rank in range(settings.pipeline_parallel)]
+        groups = stages[settings.pipeline_rank]
+        budgets = [planning.get_kv_cache_config_from_groups(vllm_config, stage, MEMORY_BYTES) for stage in stages]
+        planned = budgets[settings.pipeline_rank]
+        planned.num_blocks = min(budget.num_blocks for budget in budgets)
         tokens, _ = capacity.get_kv_cache_capacity(vllm_config, planned)
         vllm_config.cache_config.num_gpu_blocks_override = NUM_BLOCKS
         config = planning.get_kv_cache_config_from_groups(vllm_config, groups, MEMORY_BYTES)
         kernel_blocks = kernel_block_sizes(config, layers)
         kv_caches = worker.allocate_kv_cache(config, torch.device("cpu"), layout, kernel_blocks)
     return Allocated(layers, kv_caches, config, layout, kernel_blocks, vllm_config, options, planned.num_blocks, tokens)
+
+
+def stage_groups(
+    model: ModelConfig, settings: Any, groups: list[Any], specs: dict[str, Any], pipeline_rank: int
+) -> list[Any]:
+    """The groups of one pipeline rank, by vLLM's own split of layers and projection of groups."""
+    if settings.pipeline_parallel == 1:
+        return groups
+    first, last = get_pp_indices(model.num_layers, pipeline_rank, settings.pipeline_parallel)
+    if pipeline_rank == settings.pipeline_parallel - 1:
+        last += draft(model, settings)
+    local = {name: spec for name, spec in specs.items() if first <= int(name.split(".")[2]) < last}
+    projected: list[Any] = planning._project_kv_cache_groups_to_worker(groups, local)
+    return projected
 
 
 def capture(case: Case) -> dict[str, Any]:
@@ -296,6 +318,10 @@ def capture(case: Case) -> dict[str, Any]:
         page_tokens=dict(enumerate(allocated.kernel_blocks)),
         model=case.name,
         options=allocated.options,
+        rank=Rank(
+            pipeline_parallel_rank=int(allocated.options["pipeline-parallel-rank"]),
+            pipeline_parallel_size=int(allocated.options["pipeline-parallel-size"]),
+        ),
     )
     storages = {tensor.untyped_storage().data_ptr() for tensor in allocated.kv_caches.values()}
     return {

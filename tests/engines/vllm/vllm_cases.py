@@ -88,6 +88,15 @@ CASES = (
     Case("v4-tiny", v4(TINY), {"arch": "cpu"}, slab_bytes=93_888),
     Case("v4-window-only", v4([0, 0, 0])),
     Case("v4-flash-mtp", v4([*FLASH, 0], num_hidden_layers=43, num_nextn_predict_layers=1), {"speculative-tokens": 1}),
+    *(
+        Case(f"v4-pro-stage-{rank}-of-3", v4(PRO), {"pipeline-parallel-size": 3, "pipeline-parallel-rank": rank})
+        for rank in range(3)
+    ),
+    Case(
+        "v4-flash-mtp-last-stage",
+        v4([*FLASH, 0], num_hidden_layers=43, num_nextn_predict_layers=1),
+        {"speculative-tokens": 1, "pipeline-parallel-size": 4, "pipeline-parallel-rank": 3},
+    ),
     Case("v41-528", v41(V41_RATIOS, V41_SOURCES), {"kv-cache-dtype": "fp8_ds_mla"}),
     Case("v41-288", v41(V41_RATIOS, V41_SOURCES)),
     Case("v41-288-fp4-indexer", v41(V41_RATIOS, V41_SOURCES), {"indexer-kv-dtype": "mxfp4"}),
