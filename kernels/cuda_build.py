@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbridge.kernels import private_cache
-from kvbridge.kernels.cuda_tiles import ARCHITECTURES, Variant, choose_variant
+from kvbridge.kernels.cuda_tiles import ARCHITECTURES, FORMATS, Variant, choose_variant
 from kvbridge.kernels.errors import KernelError
 from kvbridge.kernels.plan import Caps, plan
 
@@ -112,7 +112,13 @@ def get_cubin(variant: Variant, arch: str) -> Cubin:
                 version = str(found.note.get("compiler"))
                 if file.stem == cubin_key(variant, arch, version):
                     return _cubin(found)
-    version = compiler_version()
+    try:
+        version = compiler_version()
+    except CudaBuildError as error:
+        if not ahead:
+            raise
+        what = f"{variant.decode_name} for {arch} from the installed sources"
+        raise CudaBuildError(f"{CUBIN_FOLDER_VARIABLE}={ahead}: got no intact cubin of {what}, and {error}") from error
     key = cubin_key(variant, arch, version)
     folder = private_cache.private_folder("cuda") / arch
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -177,9 +183,10 @@ def compile_variant(variant: Variant, arch: str) -> Cubin:
 
 def _text(nvrtc: Any, program: Any, kind: str, *, binary: bool = False) -> Any:
     size = _checked(nvrtc, getattr(nvrtc, f"nvrtcGet{kind}Size")(program), f"nvrtcGet{kind}Size")
-    buffer = b" " * size
+    # One byte more than is written: Python shares one object for each bytes of length 1, and an empty log is that long.
+    buffer = b" " * (size + 1)
     _checked(nvrtc, getattr(nvrtc, f"nvrtcGet{kind}")(program, buffer), f"nvrtcGet{kind}")
-    return buffer if binary else buffer.decode(errors="replace")
+    return buffer[:size] if binary else buffer[:size].decode(errors="replace")
 
 
 def _checked(nvrtc: Any, returned: tuple[Any, ...], action: str) -> Any:
@@ -204,12 +211,29 @@ _COMMON_RECORDS: tuple[tuple[str, ...], ...] = (
 )
 
 
-def common_variants(arch: str, heads: tuple[int, ...] = (8, 16, 32, 64, 128)) -> tuple[Variant, ...]:
-    """Variants that the engines' models ask for on one architecture, each once."""
+_COMMON_HEADS = (8, 16, 32, 64, 128)
+
+
+def common_variants(
+    arch: str, heads: tuple[int, ...] = _COMMON_HEADS, records: tuple[tuple[str, ...], ...] = _COMMON_RECORDS
+) -> tuple[Variant, ...]:
+    """Variants that serve some models on one architecture, each once.
+
+    Args:
+        arch: `sm_80`, `sm_90a` ...
+        heads: Query heads of the models, after tensor parallelism.
+        records: Records of the caches of one call, for each kind of call.
+
+    Raises:
+        CudaBuildError: A record the kernel does not read.
+    """
     capability = capability_of(arch)
+    for name in sum(records, ()):
+        if name not in FORMATS:
+            raise CudaBuildError(f"record: got {name!r}, expected one of {sorted(FORMATS)}")
     found = {
-        choose_variant(plan(Caps(queries=1, heads=count, widths=(128,) * len(records), records=records)), capability)
-        for records in _COMMON_RECORDS
+        choose_variant(plan(Caps(queries=1, heads=count, widths=(128,) * len(kind), records=kind)), capability)
+        for kind in records
         for count in heads
     }
     return tuple(sorted(found))
@@ -227,8 +251,20 @@ def capability_of(arch: str) -> int:
     return int(digits)
 
 
-def build_ahead(out: Path, architectures: tuple[str, ...]) -> Iterator[tuple[str, Variant, Cubin]]:
+def build_ahead(
+    out: Path,
+    architectures: tuple[str, ...],
+    *,
+    heads: tuple[int, ...] = _COMMON_HEADS,
+    records: tuple[tuple[str, ...], ...] = _COMMON_RECORDS,
+) -> Iterator[tuple[str, Variant, Cubin]]:
     """Fills a folder with cubins, one subfolder for each architecture; needs no GPU.
+
+    Args:
+        out: The folder.
+        architectures: `sm_80`, `sm_90a` ...
+        heads: As in `common_variants`.
+        records: As in `common_variants`.
 
     Yields:
         Architecture, variant and cubin, as each is done.
@@ -236,7 +272,7 @@ def build_ahead(out: Path, architectures: tuple[str, ...]) -> Iterator[tuple[str
     for arch in architectures:
         folder = out / arch
         folder.mkdir(parents=True, exist_ok=True)
-        for variant in common_variants(arch):
+        for variant in common_variants(arch, heads, records):
             yield arch, variant, build_into(folder, variant, arch)
 
 
@@ -245,10 +281,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kvbridge.kernels.cuda_build", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder to fill; point KVBRIDGE_CUBIN_DIR at it")
     parser.add_argument("--arch", action="append", help=f"repeatable; default: {' '.join(ARCHITECTURES)}")
+    parser.add_argument("--heads", action="append", type=int, help=f"repeatable; default: {_COMMON_HEADS}")
+    parser.add_argument(
+        "--records", action="append", help="of one call's caches, joined by '+': v41+v41_fp4; repeatable"
+    )
     chosen = parser.parse_args(arguments)
+    records = tuple(tuple(text.split("+")) for text in chosen.records or ()) or _COMMON_RECORDS
+    heads = tuple(chosen.heads or _COMMON_HEADS)
     count = 0
     try:
-        for arch, variant, cubin in build_ahead(chosen.out, tuple(chosen.arch or ARCHITECTURES)):
+        for arch, variant, cubin in build_ahead(
+            chosen.out, tuple(chosen.arch or ARCHITECTURES), heads=heads, records=records
+        ):
             count += 1
             remark = f"  {cubin.log}" if cubin.log else ""
             print(f"{arch:8} {variant.decode_name:32} {len(cubin.content):7} bytes  {cubin.seconds:.2f} s{remark}")
