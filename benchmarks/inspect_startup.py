@@ -13,7 +13,7 @@ cores the two are the same, and on a busy machine wall time measures the others.
 
 from __future__ import annotations
 
-import os
+import resource
 import subprocess
 import sys
 import time
@@ -55,10 +55,10 @@ def measure(runs: int) -> Times:
     times = Times(dict.fromkeys(COMMANDS, float("inf")), dict.fromkeys(COMMANDS, float("inf")))
     for _ in range(runs + 1):
         for name, arguments in COMMANDS.items():
-            start, before = time.perf_counter(), os.times()
+            start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
             subprocess.run([sys.executable, *arguments], stdout=subprocess.DEVNULL, check=True)
-            after, wall = os.times(), time.perf_counter() - start
-            used = after.children_user + after.children_system - before.children_user - before.children_system
+            after, wall = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter() - start
+            used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
             times.wall[name] = min(times.wall[name], wall)
             times.processor[name] = min(times.processor[name], used)
     return times
