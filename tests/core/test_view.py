@@ -264,6 +264,26 @@ def test_data_assignment_moves() -> None:
         bound.require_live()
 
 
+def test_a_tensor_of_the_same_shape_elsewhere_is_bound_anew() -> None:
+    tensor, other = pool(), pool()
+    bound = PageView.from_tensor(tensor, V4)
+    tensor.data = other
+    again = PageView.from_tensor(tensor, V4)
+    assert again is not bound
+    assert again.base_address == other.data_ptr()
+    assert bound.liveness is Liveness.MOVED
+
+
+def test_a_shrunk_storage_without_an_address() -> None:
+    """Every meta storage is at address 0, whatever happens to it: only its size tells."""
+    tensor = pool(device="meta")
+    bound = PageView.from_tensor(tensor, V4)
+    tensor.untyped_storage().resize_(2 * 37376)
+    assert bound.liveness is Liveness.RESIZED
+    with pytest.raises(StorageOverrunError, match="excess 37376"):
+        PageView.from_tensor(tensor, V4)
+
+
 def test_set_moves() -> None:
     tensor = pool()
     bound = PageView.from_tensor(tensor, V4)
