@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvbridge.kernels import cuda_arguments, cuda_build, cuda_driver, cuda_tiles
+from kvbridge.kernels import cuda_arguments, cuda_build, cuda_driver, cuda_tiles, nvrtc
 from kvbridge.kernels.cuda_arguments import DecodeArguments, Launch, Switches
-from kvbridge.kernels.cuda_build import CudaBuildError
 from kvbridge.kernels.cuda_driver import CudaDriverError, Kernel, ParameterBuffer
+from kvbridge.kernels.nvrtc import CudaBuildError
 
 if TYPE_CHECKING:
     from kvbridge.kernels.arguments import Call
@@ -76,7 +76,7 @@ class CudaBackend:
         try:
             cuda_driver.load_driver()
             if not os.environ.get(cuda_build.CUBIN_FOLDER_VARIABLE):
-                cuda_build.load_nvrtc()
+                nvrtc.load_nvrtc()
         except (CudaDriverError, CudaBuildError) as error:
             return str(error)
         return None

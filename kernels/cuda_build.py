@@ -13,16 +13,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from kvbridge.kernels import private_cache
 from kvbridge.kernels.cuda_tiles import ARCHITECTURES, FORMATS, Variant, choose_variant
-from kvbridge.kernels.errors import KernelError
+from kvbridge.kernels.nvrtc import CudaBuildError, compile_program, compiler_version
 from kvbridge.kernels.plan import Caps, plan
 
 SOURCES = Path(__file__).resolve().parent / "src" / "cuda"
@@ -34,10 +31,6 @@ OPTIONS = (
 )
 CUBIN_FOLDER_VARIABLE = "KVBRIDGE_CUBIN_DIR"
 _ROOT_HEADER = "decode.cuh"
-
-
-class CudaBuildError(KernelError):
-    """NVRTC is missing, or refused the sources: what failed, for which architecture, and the compiler's log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,29 +55,6 @@ class Cubin:
 def sources() -> dict[str, str]:
     """The kernel's sources by file name; they include nothing else."""
     return {file.name: file.read_text() for file in sorted(SOURCES.glob("*.cuh"))}
-
-
-def load_nvrtc() -> Any:
-    """Imports NVRTC's binding.
-
-    Raises:
-        CudaBuildError: `cuda-bindings` or the library is missing; both come with torch's CUDA builds.
-    """
-    try:
-        nvrtc = import_module("cuda.bindings.nvrtc")
-        nvrtc.nvrtcVersion()
-    except (ImportError, RuntimeError, OSError) as error:
-        raise CudaBuildError(
-            f"NVRTC: got {error}, expected cuda-bindings 13 and nvidia-cuda-nvrtc 13 (torch's CUDA builds bring both)"
-        ) from error
-    return nvrtc
-
-
-def compiler_version() -> str:
-    """NVRTC's version, `13.0`."""
-    nvrtc = load_nvrtc()
-    _, major, minor = nvrtc.nvrtcVersion()
-    return f"{major}.{minor}"
 
 
 def cubin_key(variant: Variant, arch: str, version: str) -> str:
@@ -148,53 +118,12 @@ def compile_variant(variant: Variant, arch: str) -> Cubin:
     Raises:
         CudaBuildError: The compiler's log is in the message.
     """
-    nvrtc = load_nvrtc()
-    started = time.perf_counter()
-    headers = sources()
-    program = _checked(
-        nvrtc,
-        nvrtc.nvrtcCreateProgram(
-            f'#include "{_ROOT_HEADER}"\n'.encode(),
-            b"kvbridge.cu",
-            len(headers),
-            [text.encode() for text in headers.values()],
-            [name.encode() for name in headers],
-        ),
-        f"nvrtcCreateProgram for {arch}",
-    )
-    try:
-        names = [variant.decode_name.encode(), variant.merge_name.encode()]
-        for name in names:
-            _checked(nvrtc, nvrtc.nvrtcAddNameExpression(program, name), f"nvrtcAddNameExpression {name.decode()}")
-        options = [f"-arch={arch}".encode(), *(option.encode() for option in OPTIONS)]
-        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-        log = _text(nvrtc, program, "ProgramLog")
-        if int(status):
-            raise CudaBuildError(f"compiling {variant.decode_name} for {arch}: {status.name}\n{log}")
-        content = _text(nvrtc, program, "CUBIN", binary=True)
-        symbols = [
-            _checked(nvrtc, nvrtc.nvrtcGetLoweredName(program, name), f"nvrtcGetLoweredName for {arch}").decode()
-            for name in names
-        ]
-    finally:
-        nvrtc.nvrtcDestroyProgram(program)
-    return Cubin(content, symbols[0], symbols[1], log.strip("\0 \n"), time.perf_counter() - started)
-
-
-def _text(nvrtc: Any, program: Any, kind: str, *, binary: bool = False) -> Any:
-    size = _checked(nvrtc, getattr(nvrtc, f"nvrtcGet{kind}Size")(program), f"nvrtcGet{kind}Size")
-    # One byte more than is written: Python shares one object for each bytes of length 1, and an empty log is that long.
-    buffer = b" " * (size + 1)
-    _checked(nvrtc, getattr(nvrtc, f"nvrtcGet{kind}")(program, buffer), f"nvrtcGet{kind}")
-    return buffer[:size] if binary else buffer[:size].decode(errors="replace")
-
-
-def _checked(nvrtc: Any, returned: tuple[Any, ...], action: str) -> Any:
-    status, *values = returned
-    if int(status):
-        _, text = nvrtc.nvrtcGetErrorString(status)
-        raise CudaBuildError(f"{action}: {status.name} ({text.decode() if isinstance(text, bytes) else text})")
-    return values[0] if values else None
+    names = (variant.decode_name, variant.merge_name)
+    what = f"{variant.decode_name} for {arch}"
+    root = f'#include "{_ROOT_HEADER}"\n'
+    program = compile_program(root, headers=sources(), names=names, options=(f"-arch={arch}", *OPTIONS), what=what)
+    decode, merge = program.symbols
+    return Cubin(program.content, decode, merge, program.log, program.seconds)
 
 
 def _cubin(found: private_cache.Artefact) -> Cubin:

@@ -8,9 +8,10 @@ grid = (queries, ceil(plan heads / heads), splits)      splits * queries * head 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from kvbridge.kernels.plan import Mode, Plan
+from kvbridge.kernels.plan import Caps, Mode, Plan
+from kvbridge.kernels.plan import plan as make_plan
 from kvbridge.records import get_record
 
 THREADS = 256
@@ -123,6 +124,18 @@ def choose_variant(plan: Plan, capability: int) -> Variant:
     if best is None:
         raise KeyError(f"no tile of formats {formats:#x} fits {limit} bytes")
     return best[1]
+
+
+def caps_on(caps: Caps, *, capability: int, multiprocessors: int) -> Caps:
+    """The same caps with a GPU's numbers: the plan's workspace bound is then the CUDA backend's own.
+
+    Args:
+        caps: What has to be served.
+        capability: Compute capability times ten.
+        multiprocessors: Of the device.
+    """
+    variant = choose_variant(make_plan(caps), capability)
+    return replace(caps, units=multiprocessors, head_tile=variant.heads)
 
 
 def shared_limit(capability: int) -> int:

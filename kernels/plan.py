@@ -2,7 +2,7 @@
 
     queries            1 ............ 131 132 ........ 264 265 ........ caps.queries
     splits (132 SMs)  min(264, tiles) .. 2  1 ............ 1 ...
-    partial results    queries * splits rows of heads * (d_v + 2) fp32      the workspace holds the most of any count
+    partial results    queries * splits rows of tiled heads * (d_v + 3) fp32   the workspace holds the most of any count
 
 A query's slots are cut into `splits` runs when there are too few queries to fill the machine. More queries need fewer
 splits, so the peak is not at the most queries: a reserve computed there was too small in public (321.50 MiB reserved,
@@ -22,7 +22,9 @@ MOST_CACHES = 3
 SPLIT_SLOTS = 32
 """Slots below which a run is not cut further: one tile of the CUDA core."""
 _FLOAT_BYTES = 4
-_STATE_FLOATS = 2  # running maximum and sum of one head
+_STATE_FLOATS = 3  # running maximum, rounded sum and exact sum of one head
+_COUNTER_BYTES = 4
+_COUNTERS_MULTIPLE = 128
 
 
 class Mode(StrEnum):
@@ -43,7 +45,7 @@ class Caps:
         records: Record name of each cache, as many as `widths`. A call may leave out the last caches.
         mode: Default or batch-invariant.
         units: What runs at the same time: streaming multiprocessors of the GPU, or threads. 0 never splits.
-        head_tile: Heads that one unit handles together.
+        head_tile: Heads that one unit handles together; `cuda_tiles.caps_on` knows a GPU's.
     """
 
     queries: int
@@ -121,7 +123,7 @@ class Plan:
             queries: Queries of the call.
             width: Slots of a query over all caches.
         """
-        return _call_bytes(self.caps, self.d_v, queries, self.splits(queries, width))
+        return _call_bytes(self.caps, self.head_groups, self.d_v, queries, self.splits(queries, width))
 
     def check_workspace(self, workspace_bytes: int) -> None:
         """Refuses a workspace that some call at or below the caps would overrun.
@@ -202,8 +204,12 @@ def _splits(caps: Caps, groups: int, queries: int, width: int) -> int:
     return max(1, min(2 * caps.units // (queries * groups), -(-width // SPLIT_SLOTS)))
 
 
-def _call_bytes(caps: Caps, d_v: int, queries: int, splits: int) -> int:
-    return 0 if splits == 1 else queries * splits * caps.heads * (d_v + _STATE_FLOATS) * _FLOAT_BYTES
+def _call_bytes(caps: Caps, groups: int, d_v: int, queries: int, splits: int) -> int:
+    """Counters, one for each (query, head group) of a split call, and what every unit leaves, whole tiles of heads."""
+    if splits == 1:
+        return 0
+    counters = -(-_COUNTER_BYTES * caps.units // _COUNTERS_MULTIPLE) * _COUNTERS_MULTIPLE
+    return counters + queries * splits * groups * caps.head_tile * (d_v + _STATE_FLOATS) * _FLOAT_BYTES
 
 
 def _launches(caps: Caps, groups: int, d_v: int) -> list[Launch]:
@@ -214,7 +220,7 @@ def _launches(caps: Caps, groups: int, d_v: int) -> list[Launch]:
     while first <= caps.queries:
         splits = _splits(caps, groups, first, width)
         last = _last_with(caps, groups, first, splits, width)
-        launches.append(Launch(first, last, splits, _call_bytes(caps, d_v, last, splits)))
+        launches.append(Launch(first, last, splits, _call_bytes(caps, groups, d_v, last, splits)))
         first = last + 1
     return launches
 

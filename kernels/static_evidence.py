@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbridge.kernels import cuda_build, cuda_tiles
+from kvbridge.kernels import cuda_build, cuda_tiles, nvrtc
 from kvbridge.kernels.cuda_tiles import ARCHITECTURES, Variant, choose_variant
 from kvbridge.kernels.errors import KernelError
 from kvbridge.kernels.plan import Caps, plan
@@ -236,7 +236,7 @@ def _column(function: Function, name: str) -> int:
 
 
 def _with_nvrtc(variant: Variant, arch: str) -> tuple[cuda_build.Cubin, str]:
-    return cuda_build.compile_variant(variant, arch), f"NVRTC {cuda_build.compiler_version()}"
+    return cuda_build.compile_variant(variant, arch), f"NVRTC {nvrtc.compiler_version()}"
 
 
 def _with_nvcc(variant: Variant, arch: str) -> tuple[cuda_build.Cubin, str]:

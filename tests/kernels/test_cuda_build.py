@@ -15,9 +15,9 @@ import pytest
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings and nvidia-cuda-nvrtc are not installed")
 
-from kvbridge.kernels import cuda_build, cuda_tiles
-from kvbridge.kernels.cuda_build import CudaBuildError
+from kvbridge.kernels import cuda_build, cuda_tiles, nvrtc
 from kvbridge.kernels.cuda_tiles import ARCHITECTURES, Variant
+from kvbridge.kernels.nvrtc import CudaBuildError
 from kvbridge.kernels.private_cache import CacheFolderError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,7 +58,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent() -> None:
         raise CudaBuildError("NVRTC: got nothing")
 
-    monkeypatch.setattr(cuda_build, "load_nvrtc", absent)
+    monkeypatch.setattr(nvrtc, "load_nvrtc", absent)
 
 
 def test_second_build_comes_from_the_cache_and_nothing_is_left_behind(cache: Path) -> None:
@@ -95,9 +95,9 @@ def test_corrupted_cubin_is_rebuilt_not_loaded(cache: Path, damage: str) -> None
 def test_two_processes_build_once_and_both_get_it(tmp_path: Path) -> None:
     script = f"""
 import pathlib, sys, time
-from kvbridge.kernels import cuda_build
+from kvbridge.kernels import cuda_build, nvrtc
 from kvbridge.kernels.cuda_tiles import Variant
-cuda_build.load_nvrtc()
+nvrtc.load_nvrtc()
 mine, other = (pathlib.Path(sys.argv[1]) / name for name in sys.argv[2:])
 mine.touch()
 while not other.exists():
@@ -207,7 +207,7 @@ def test_a_corrupted_ahead_of_time_cubin_is_built_again_where_there_is_a_compile
 def test_ahead_of_time_notes_say_what_they_hold(ahead: Path) -> None:
     for arch in ARCHITECTURES:
         (note,) = [json.loads(file.read_text()) for file in (ahead / arch).glob("*.json")]
-        assert (note["arch"], note["variant"], note["compiler"]) == (arch, repr(SMALL), cuda_build.compiler_version())
+        assert (note["arch"], note["variant"], note["compiler"]) == (arch, repr(SMALL), nvrtc.compiler_version())
 
 
 def test_default_set_covers_both_engines_records_on_every_architecture() -> None:
