@@ -287,7 +287,7 @@ def test_a_shrunk_storage_without_an_address() -> None:
 def test_set_moves() -> None:
     tensor = pool()
     bound = PageView.from_tensor(tensor, V4)
-    tensor.set_(pool(2))
+    tensor.set_(pool(2))  # type: ignore[call-overload]
     assert bound.liveness is Liveness.MOVED
     assert PageView.from_tensor(tensor, V4).num_pages == 2
 
