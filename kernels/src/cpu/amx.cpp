@@ -6,8 +6,8 @@
 
 #ifdef KVB_AMX_EMULATE
 KVB_HIDDEN extern const Path kvb_path_amx_emulated;
-const Path kvb_path_amx_emulated = {KVB_PATH_AMX_EMULATED, scratch_bytes, run_item, merge_item};
+const Path kvb_path_amx_emulated = {KVB_PATH_AMX_EMULATED, 2.0f, scratch_bytes, run_item, merge_item};
 #else
 KVB_HIDDEN extern const Path kvb_path_amx;
-const Path kvb_path_amx = {KVB_PATH_AMX, scratch_bytes, run_item, merge_item};
+const Path kvb_path_amx = {KVB_PATH_AMX, 2.0f, scratch_bytes, run_item, merge_item};
 #endif

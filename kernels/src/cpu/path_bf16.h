@@ -100,11 +100,14 @@ void run_item(const kvb_call* call, const Item* item, void* scratch) {
       const Row* now = rows[block & 1];
       const int32_t padded_rows = (count + step - 1) / step * step;
       load_block(b, now, count, padded_rows, call->d_qk, padded);
-      Ahead ahead = {rows[(block + 1) & 1], walk.next(rows[(block + 1) & 1], BLOCK_ROWS), 0};
+      Row* coming = rows[(block + 1) & 1];
+      const int32_t count_next = walk.next(coming, BLOCK_ROWS);
+      Ahead ahead = {coming, count_next, 0};
+      if (count_next == 0) ahead.count = first_rows_of(call, item->next, coming, BLOCK_ROWS);
       score_block(b, padded_rows, call->d_qk, item->padded, ahead);
       soften(b, count, item->padded, scale2, block == 0);
-      value_block(b, count, item, block == 0);
-      count = ahead.count;
+      value_block(b, count, item, block == 0, ahead);
+      count = count_next;
     }
     products_end(shapes);
   }

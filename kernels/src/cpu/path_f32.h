@@ -72,11 +72,10 @@ inline void score_strip(const Buffers& b, int32_t count, int32_t depth, int64_t 
 }
 
 inline void score_block(const Buffers& b, int32_t rows, int32_t depth, int32_t padded, Ahead& ahead) {
-  const int32_t strips = (padded + TILE_VECTORS * LANES - 1) / (TILE_VECTORS * LANES), share = (ahead.count * TILE_ROWS + rows * strips - 1) / (rows * strips);
+  const int32_t strips = (padded + TILE_VECTORS * LANES - 1) / (TILE_VECTORS * LANES), share = ahead.count * TILE_ROWS / (2 * rows * strips) + 1;
   int32_t h = 0;
   for (; h + TILE_VECTORS * LANES <= padded; h += TILE_VECTORS * LANES) score_strip<TILE_ROWS, TILE_VECTORS>(b, rows, depth, padded, h, ahead, share);
   for (; h < padded; h += LANES) score_strip<SINGLE_ROWS, 1>(b, rows, depth, padded, h, ahead, share * SINGLE_ROWS / TILE_ROWS);
-  ahead.fetch(ahead.count);
 }
 
 // Turns scores into weights, column by column, and says by how much older sums shrink.
@@ -126,9 +125,11 @@ inline void value_rest(const Buffers& b, int32_t rows, int64_t stride, int32_t d
   }
 }
 
-inline void value_block(const Buffers& b, int32_t rows, int32_t depth, const Item* item, bool first) {
+inline void value_block(const Buffers& b, int32_t rows, int32_t depth, const Item* item, bool first, Ahead& ahead) {
   const int64_t padded = item->padded, stride = depth + KEY_PAD;
+  const int32_t share = ahead.count * TILE_VECTORS * LANES / KVB_DV + 1;
   for (int32_t d = 0; d < KVB_DV; d += TILE_VECTORS * LANES) {
+    ahead.fetch(share);
     float* sums = b.state.sums + d * padded;
     int32_t h = 0;
     for (; h + TILE_ROWS <= item->heads; h += TILE_ROWS)
@@ -150,7 +151,7 @@ void run_item(const kvb_call* call, const Item* item, void* scratch) {
   Walk walk = walk_query(call, item);
   Row rows[2][BLOCK_ROWS];
   const float scale2 = call->scale * LOG2_E;
-  int32_t count = walk.next(rows[0], BLOCK_ROWS);
+  int32_t count = walk.next(rows[0], BLOCK_ROWS), count_next = 0;
   if (count > 0) {
     Ahead first_rows = {rows[0], count, 0};
     first_rows.fetch(count);
@@ -158,11 +159,14 @@ void run_item(const kvb_call* call, const Item* item, void* scratch) {
   }
   for (int32_t block = 0; count > 0; block++) {
     for (int32_t i = 0; i < count; i++) decode_row_f32(rows[block & 1][i], b.keys + i * (depth + KEY_PAD));
-    Ahead ahead = {rows[(block + 1) & 1], walk.next(rows[(block + 1) & 1], BLOCK_ROWS), 0};
+    Row* coming = rows[(block + 1) & 1];
+    count_next = walk.next(coming, BLOCK_ROWS);
+    Ahead ahead = {coming, count_next, 0};
+    if (count_next == 0) ahead.count = first_rows_of(call, item->next, coming, BLOCK_ROWS);
     score_block(b, count, depth, padded, ahead);
     soften(b, count, padded, scale2, block == 0);
-    value_block(b, count, depth, item, block == 0);
-    count = ahead.count;
+    value_block(b, count, depth, item, block == 0, ahead);
+    count = count_next;
   }
   if (!item->partial) finish(call, item, b.state, 0, item->heads);
 }

@@ -120,7 +120,7 @@ inline void store_sums(float* at, int64_t right, int64_t down, int64_t line) {
 }
 
 inline void score_block(const Buffers& b, int32_t rows, int32_t depth, int32_t padded, Ahead& ahead) {
-  const int32_t steps = rows / 32 * (padded / 32) + rows / 64 * (padded / 16 % 2), share = (ahead.count + steps - 1) / steps;
+  const int32_t steps = rows / 32 * (padded / 32) + rows / 64 * (padded / 16 % 2), share = ahead.count / (3 * steps) + 1;
   const int64_t line = 4 * static_cast<int64_t>(padded), column = 16 * static_cast<int64_t>(depth);
   stores_are_done();
   for (int32_t n = 0; n < rows; n += 32)
@@ -165,9 +165,9 @@ inline void shrink_sums(const Buffers& b, int32_t heads, int64_t padded) {
   }
 }
 
-inline void value_block(const Buffers& b, int32_t rows, const Item* item, bool first) {
+inline void value_block(const Buffers& b, int32_t rows, const Item* item, bool first, Ahead& ahead) {
   const int64_t padded = item->padded, slab = BLOCK_ROWS / 2 * 32, across = padded * 16;
-  const int32_t blocks = (rows + 31) / 32;
+  const int32_t blocks = (rows + 31) / 32, steps = KVB_DV / 32 * static_cast<int32_t>(padded / 32) + KVB_DV / 64 * static_cast<int32_t>(padded / 16 % 2), share = ahead.count / steps + 1;
   bf16* tiles = b.weights + BLOCK_ROWS * padded;
   turn_weights(b, rows, padded, tiles);
   if (!first) shrink_sums(b, item->heads, padded);
@@ -176,6 +176,7 @@ inline void value_block(const Buffers& b, int32_t rows, const Item* item, bool f
     for (int64_t h = 0; h + 32 <= padded; h += 32) {
       const bf16* weights = tiles + h / 16 * blocks * TILE;
       float* at = b.state.sums + d * across + h * 16;
+      ahead.fetch(share);
       if (first) clear_sums(); else load_sums(at, across, 256);
       multiply_tiles(weights, weights + blocks * TILE, b.values + d * slab, b.values + (d + 1) * slab, blocks, TILE, TILE);
       store_sums(at, across, 256, 64);
@@ -183,6 +184,7 @@ inline void value_block(const Buffers& b, int32_t rows, const Item* item, bool f
   if (padded % 32)
     for (int64_t d = 0; d < KVB_DV / 16; d += 4) {
       float* at = b.state.sums + d * across + (padded - 16) * 16;
+      ahead.fetch(share);
       if (first) clear_sums(); else load_sums(at, across, 2 * across);
       multiply_row(tiles + (padded / 16 - 1) * blocks * TILE, b.values + d * slab, slab, blocks, TILE, TILE);
       store_sums(at, across, 2 * across, 64);

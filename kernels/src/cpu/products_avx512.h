@@ -102,12 +102,11 @@ inline void score_few(const bf16* keys, const bf16* queries, int32_t depth, floa
 }
 
 inline void score_block(const Buffers& b, int32_t rows, int32_t depth, int32_t padded, Ahead& ahead) {
-  const int32_t strips = (padded + 31) / 32, share = (ahead.count * 12 + rows * strips - 1) / (rows * strips);
+  const int32_t strips = (padded + 31) / 32, share = ahead.count * 6 / (rows * strips) + 1;
   int32_t h = 0;
   if (b.few) h = padded;          // done while the rows were loaded
   for (; h + 32 <= padded; h += 32) score_strip<12, 2>(b, rows, depth, padded, h, ahead, share);
   for (; h < padded; h += 16) score_strip<12, 1>(b, rows, depth, padded, h, ahead, share);
-  ahead.fetch(ahead.count);
 }
 
 template <int vectors, int heads>
@@ -120,9 +119,10 @@ inline void value_rest(const Buffers& b, int32_t h, int32_t left, int64_t padded
 }
 
 template <int heads, int vectors>
-inline void value_strips(const Buffers& b, int32_t rows, const Item* item, bool first) {
-  const int32_t pairs = (rows + 1) / 2;
+inline void value_strips(const Buffers& b, int32_t rows, const Item* item, bool first, Ahead& ahead) {
+  const int32_t pairs = (rows + 1) / 2, share = ahead.count * vectors * 16 / KVB_DV + 1;
   for (int32_t d = 0; d < KVB_DV / 16; d += vectors) {
+    ahead.fetch(share);
     const bf16* values = b.values + static_cast<int64_t>(d) * (BLOCK_ROWS / 2) * 32;
     float* sums = b.state.sums + static_cast<int64_t>(d) * item->padded * 16;
     int32_t h = 0;
@@ -131,8 +131,8 @@ inline void value_strips(const Buffers& b, int32_t rows, const Item* item, bool 
   }
 }
 
-inline void value_block(const Buffers& b, int32_t rows, const Item* item, bool first) {
-  if (item->heads == 8) value_strips<8, 2>(b, rows, item, first); else value_strips<6, 4>(b, rows, item, first);
+inline void value_block(const Buffers& b, int32_t rows, const Item* item, bool first, Ahead& ahead) {
+  if (item->heads == 8) value_strips<8, 2>(b, rows, item, first, ahead); else value_strips<6, 4>(b, rows, item, first, ahead);
 }
 
 struct Shapes {};

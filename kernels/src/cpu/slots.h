@@ -97,7 +97,14 @@ inline Walk walk_query(const kvb_call* call, const Item* item) {
   return walk;
 }
 
-struct Ahead {                     // rows of the next block, fetched while this one is multiplied
+// The first rows of another item, or none.
+inline int32_t first_rows_of(const kvb_call* call, const Item* item, Row* rows, int32_t room) {
+  if (!item) return 0;
+  Walk walk = walk_query(call, item);
+  return walk.next(rows, room);
+}
+
+struct Ahead {                     // rows of the next block or item, fetched while this block is multiplied
   const Row* rows;
   int32_t count, at;
 
