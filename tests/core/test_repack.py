@@ -11,18 +11,12 @@ import torch
 from kvbridge import PageLayout, PageView
 from kvbridge.copies import CopyPlan
 from kvbridge.errors import (
-    PageCountError,
     PlaneError,
-    RecordMismatchError,
-    SlotError,
-    SpanError,
-    StaleViewError,
-    TokensPerRowError,
 )
-from kvbridge.records import RECORDS, Record
-from kvbridge.repack import copy_pages, copy_rows, plan_pages, plan_rows
+from kvbridge.repack import copy_pages, copy_rows, plan_pages
 from kvbridge.spans import Placement
 from tests import oracle, strategies
+from tests.pools import bind, stored
 
 rows = PageLayout.for_rows
 
@@ -31,19 +25,6 @@ rows = PageLayout.for_rows
 def _tiny_records() -> Iterator[None]:
     with strategies.tiny_records():
         yield
-
-
-def bind(layout: PageLayout, num_pages: int, *, offset: int = 0, seed: int = 0) -> PageView:
-    """A pool of random bytes, guard bytes before, between and behind the pages included."""
-    generator = torch.Generator().manual_seed(seed)
-    size = offset + num_pages * layout.page_stride_bytes + 64
-    storage = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
-    shape, stride = (num_pages, layout.payload_bytes), (layout.page_stride_bytes, 1)
-    return PageView.from_tensor(storage.as_strided(shape, stride, offset), layout)
-
-
-def stored(view: PageView) -> bytearray:
-    return bytearray(view.pages.as_strided((view.storage_bytes,), (1,), 0).numpy().tobytes())
 
 
 def rows_of(view: PageView, memory: bytearray) -> dict[tuple[int, int, str, int], int]:
@@ -162,25 +143,71 @@ def test_there_and_back_is_the_same() -> None:
     assert torch.equal(first.pages, last.pages)
 
 
-@pytest.mark.parametrize("scattered", [False, True])
-def test_large_copies_take_both_ways(scattered: bool) -> None:
-    """More than a thousand scattered pages are sorted on the way; long ranges are one strided copy."""
-    layout = rows("v4", page_rows=2, policy="aligned", alignment=576)
-    exact = rows("v4", page_rows=2)
-    source, target = bind(exact, 1500), bind(layout, 1500, seed=1)
-    here, there = list(range(1500)), list(range(1500))
-    if scattered:
-        Random(1).shuffle(here)
-        Random(2).shuffle(there)
-    guard = stored(target)
-    plan = copy_pages(source, target, source_pages=here, target_pages=there)
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """One thread moves scattered pages through memoryviews, several gather them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+TARGETS = {
+    "range": list(range(1500)),
+    "shuffled": Random(2).sample(range(1500), 1500),
+    "stretches": [*range(700, 800), *range(3, 500, 7), *range(40, 39, -1), *range(900, 940), *range(1400, 1200, -1)],
+    "sparse": Random(3).sample(range(0, 1500, 3), 400),
+}
+
+
+@pytest.mark.parametrize("targets", list(TARGETS))
+@pytest.mark.parametrize("ascending", [True, False])
+@pytest.mark.parametrize(
+    ("source_layout", "target_layout"),
+    [
+        (rows("v4", page_rows=2), rows("v4", page_rows=2, policy="aligned", alignment=576)),
+        (rows("v41", page_rows=2), rows("v41_interleaved", page_rows=2, policy="packed", page_stride_bytes=1600)),
+        (
+            rows("v41_fp4_interleaved", page_rows=1),
+            rows("v41_fp4", page_rows=1, policy="packed", page_stride_bytes=300),
+        ),
+    ],
+)
+def test_many_pages(
+    source_layout: PageLayout, target_layout: PageLayout, targets: str, ascending: bool, threads: int
+) -> None:
+    there = list(dict.fromkeys(TARGETS[targets]))
+    here = Random(1).sample(range(1500), len(there))
+    here = sorted(here) if ascending else here
+    source, target = bind(source_layout, 1500, offset=6), bind(target_layout, 1500, offset=10, seed=1)
+    guard = target.pages.as_strided((1500, target_layout.page_stride_bytes), (target_layout.page_stride_bytes, 1))
+    before = guard.clone()
+    copy_pages(source, target, source_pages=here, target_pages=there)
+    for region in source_layout.regions:
+        assert torch.equal(target.region(region.name)[there], source.region(region.name)[here])
+    untouched = sorted(set(range(1500)) - set(there))
+    assert torch.equal(guard[untouched], before[untouched])
+    assert torch.equal(guard[:, target_layout.payload_bytes :], before[:, target_layout.payload_bytes :])
+
+
+def test_equal_steps_are_one_strided_copy() -> None:
+    source, target = bind(rows("v4", page_rows=2), 1500), bind(rows("v4", page_rows=2), 1500, seed=1)
+    pages = list(range(100, 1500, 7))
+    plan = copy_pages(source, target, source_pages=pages, target_pages=pages)
     assert len(plan.copies) == 1
-    assert plan.copies[0].is_strided is not scattered
-    assert torch.equal(target.pages[there], source.pages[here])
-    after = stored(target)
-    for page in range(1500):
-        tail = slice(page * 1728 + 1168, (page + 1) * 1728)
-        assert after[tail] == guard[tail]
+    assert plan.copies[0].is_strided
+    assert torch.equal(target.pages[pages], source.pages[pages])
+
+
+def test_quarters_of_a_page_are_one_copy_a_block() -> None:
+    large = Placement.from_layout(rows("v4", page_rows=256, policy="aligned", alignment=576), num_pages=100)
+    small = Placement.from_layout(rows("v4", page_rows=64, policy="aligned", alignment=576), num_pages=400)
+    for source, target in ((large, small), (small, large)):
+        copies = plan_pages(source, target).copies
+        assert [(copy.row_bytes, copy.rows, len(copy.sources)) for copy in copies] == [
+            (36864, 4, 100),
+            (512, 4, 100),
+        ]
 
 
 def test_bf16_pools() -> None:
@@ -243,119 +270,3 @@ def test_an_empty_copy() -> None:
     assert copy_pages(source, target, source_pages=[], target_pages=[]).copies == ()
     assert copy_rows(source, target, source_slots=[], target_slots=[]).total_bytes == 0
     assert stored(target) == before
-
-
-# Refusals -------------------------------------------------------------------------------------------------------------
-
-
-def families() -> list[Record]:
-    return [record for record in RECORDS.values() if not record.name.startswith("tiny") and record.planes == ("",)]
-
-
-def test_only_records_of_the_same_bytes_are_copied() -> None:
-    allowed = set()
-    for source in families():
-        for target in families():
-            places = [Placement.from_layout(rows(record.name, page_rows=2), num_pages=2) for record in (source, target)]
-            try:
-                plan_pages(*places)
-            except RecordMismatchError as error:
-                assert error.field == "record"
-                continue
-            if source is not target:
-                allowed.add((source.name, target.name))
-    assert allowed == {
-        ("v41", "v41_interleaved"),
-        ("v41_interleaved", "v41"),
-        ("v41_fp4", "v41_fp4_interleaved"),
-        ("v41_fp4_interleaved", "v41_fp4"),
-    }
-
-
-def test_refusals_name_the_numbers() -> None:
-    source = Placement.from_layout(rows("v4", page_rows=64), num_pages=4)
-    with pytest.raises(
-        RecordMismatchError,
-        match=r"record-mismatch: record: got v41, expected the fields and scales of v4 \(rows of 528 and 584 bytes\)",
-    ):
-        plan_pages(source, Placement.from_layout(rows("v41", page_rows=64), num_pages=4))
-    with pytest.raises(TokensPerRowError, match="tokens_per_row: got 128, expected 1"):
-        plan_pages(source, Placement.from_layout(rows("v4", page_rows=64, tokens_per_row=128), num_pages=4))
-    small = Placement.from_layout(rows("v4", page_rows=16), num_pages=16)
-    with pytest.raises(
-        PageCountError,
-        match=r"target_pages: got 3 pages of 16 rows, expected 64 rows \(the source's 1 pages of 64\)",
-    ):
-        plan_pages(source, small, source_pages=[0], target_pages=[0, 1, 2])
-    with pytest.raises(SlotError, match="source_pages: got 4, expected 0 <= number < 4"):
-        plan_pages(source, source, source_pages=[4], target_pages=[0])
-    with pytest.raises(SlotError, match="target_pages: got -1, expected 0 <= number < 4"):
-        plan_pages(source, source, source_pages=[0], target_pages=[-1])
-    with pytest.raises(SlotError, match="target_pages: got 2 twice, expected each target once"):
-        plan_pages(source, source, source_pages=[0, 1], target_pages=[2, 2])
-    with pytest.raises(SlotError, match="target_slots: got 256, expected 0 <= number < 256"):
-        plan_rows(source, source, source_slots=[0], target_slots=[256])
-    with pytest.raises(PageCountError, match=r"target_slots: got 1, expected 2 \(source_slots\)"):
-        plan_rows(source, source, source_slots=[0, 1], target_slots=[2])
-    values, scales = (
-        Placement.from_layout(rows("mla_fp4", page_rows=4, plane=p), num_pages=2) for p in ("values", "scales")
-    )
-    with pytest.raises(PlaneError, match="plane: got scales, expected values"):
-        plan_pages(values, scales)
-
-
-def test_a_source_page_may_be_copied_twice() -> None:
-    source, target = bind(rows("v4", page_rows=4), 3), bind(rows("v4", page_rows=4), 3, seed=1)
-    copy_pages(source, target, source_pages=[1, 1], target_pages=[0, 2])
-    assert torch.equal(target.pages[0], source.pages[1])
-    assert torch.equal(target.pages[2], source.pages[1])
-
-
-def test_copies_within_a_pool() -> None:
-    pool = bind(rows("v4", page_rows=4, policy="aligned", alignment=576), 8)
-    expected = pool.pages[[1, 3]].clone()
-    copy_pages(pool, pool, source_pages=[1, 3], target_pages=[0, 7])
-    assert torch.equal(pool.pages[[0, 7]], expected)
-    for target in ([2, 1], [3, 2], [1, 3]):
-        with pytest.raises(
-            SpanError, match=r"target_pages: got 2336 bytes at 0x\w+ that are read too, expected pages that"
-        ):
-            copy_pages(pool, pool, source_pages=[1, 3], target_pages=target)
-
-
-def test_layers_of_one_slab() -> None:
-    slab = torch.randint(0, 256, (4 * 9216,), dtype=torch.uint8)
-    layout = rows("v4", page_rows=4, policy="packed", page_stride_bytes=9216)
-    one, two = (PageView.from_tensor(slab.as_strided((4, 2336), (9216, 1), offset), layout) for offset in (0, 2336))
-    copy_pages(one, two)
-    assert torch.equal(one.pages, two.pages)
-    other = PageView.from_tensor(slab.as_strided((4, 2336), (9216, 1), 2334), layout)
-    with pytest.raises(SpanError, match="got 2 bytes at"):
-        copy_pages(one, other)
-
-
-def test_two_storages_on_one_memory() -> None:
-    pool = bind(rows("v4", page_rows=4), 4)
-    alias = torch.from_numpy(pool.pages.as_strided((pool.storage_bytes,), (1,), 0).numpy())
-    other = PageView.from_tensor(alias[: 4 * 2336].view(4, 2336), rows("v4", page_rows=4))
-    assert other.pages.untyped_storage() is not pool.pages.untyped_storage()
-    with pytest.raises(SpanError, match="read too"):
-        copy_pages(pool, other, source_pages=[0], target_pages=[0])
-    copy_pages(pool, other, source_pages=[0], target_pages=[1])
-    assert torch.equal(pool.pages[0], pool.pages[1])
-
-
-def test_stale_views() -> None:
-    source, target = bind(rows("v4", page_rows=4), 3), bind(rows("v4", page_rows=4), 3)
-    source.pages.untyped_storage().resize_(0)
-    with pytest.raises(StaleViewError, match="got freed"):
-        copy_pages(source, target)
-    with pytest.raises(StaleViewError, match="got freed"):
-        copy_pages(target, source)
-
-
-def test_meta_pools_plan_and_move_nothing() -> None:
-    layout = rows("v4", page_rows=64)
-    source = PageView.from_tensor(torch.empty(100, 64, 584, dtype=torch.uint8, device="meta"), layout)
-    target = PageView.from_tensor(torch.empty(100, 64, 584, dtype=torch.uint8, device="meta"), layout)
-    assert copy_pages(source, target, source_pages=[3, 1], target_pages=[0, 9]).total_bytes == 2 * 37376
