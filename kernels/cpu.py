@@ -13,8 +13,9 @@ Contract (the full one stands in src/cpu/kvbridge_cpu.h):
   queries, scale); the tensors behind the pointers must live until the run returns.
 * q bf16 [queries, heads, d_qk], out bf16 or fp32 [queries, heads, 512], last axis dense, any other strides; lse fp32
   [queries, heads]; sink fp32 [heads]; slots int32 or int64 [rows, width]; lengths [rows]; row_of_query [queries].
-* Threads: `threads` is a number, by default torch's. The work runs in torch's own OpenMP threads where they are found,
-  otherwise in threads of the library, always in those after a fork. Calls from several threads are safe.
+* Threads: `threads` is a number, by default torch's. The work runs in torch's own OpenMP threads where they are found
+  (warm, bound to their cores, counted once), otherwise in threads of the library: after a fork, with
+  `Flag.OWN_THREADS`, and for a while when OpenMP's barriers stall. Calls from several threads are safe.
 * Bits depend on inputs, heads, queries, widths, threads and workspace; with `batch_invariant` a query's bits depend on
   its own inputs alone, whatever its batch and the thread count.
 """

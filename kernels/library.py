@@ -114,9 +114,7 @@ def _fake(
         raise ShapeError("out.shape", got=list(out.shape), expected=f"[queries, heads, {plan.d_v}]")
 
 
-def _check_counts(
-    prepared: Prepared, pages: list[torch.Tensor], *others: Sequence[object]
-) -> None:
+def _check_counts(prepared: Prepared, pages: list[torch.Tensor], *others: Sequence[object]) -> None:
     most = len(prepared.plan.caps.records)
     if not 1 <= len(pages) <= most:
         raise ShapeError("pages", got=len(pages), expected=f"1 to {most}", detail="caps.records")

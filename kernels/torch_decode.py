@@ -88,6 +88,11 @@ class RowDecoder:
             elif region.name == "scales":
                 self._scales = (index, offset, region.row_bytes)
 
+    @property
+    def order(self) -> tuple[tuple[int, int, Encoding], ...]:
+        """What decides the order of columns: equal for caches whose keys can be joined as they are."""
+        return tuple((piece.first, piece.values, piece.encoding) for piece in self._pieces)
+
     def permute_query(self, q: torch.Tensor) -> torch.Tensor:
         """fp32 `[..., d_qk]` with columns in the order of `keys`."""
         parts = []

@@ -15,9 +15,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from kvbridge.documents import DeclaredManifest
 from kvbridge.errors import KindError
 from kvbridge.layout import PageLayout, PoolKind, violations
-from kvbridge.manifest import DeclaredManifest, Manifest
+from kvbridge.manifest import Manifest
 from kvbridge.placement import AnyManifest, AnyPool, layer_findings, pool_labels, pools_of, sharing_findings
 from kvbridge.rules import Finding, Severity, finding, finding_of
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from kvbridge.entry_points import find_entry_points
 from kvbridge.errors import KVBridgeError
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class Engine(Protocol):
 
 def engine_names() -> tuple[str, ...]:
     """Names of the registered engines, sorted; loads none."""
-    return tuple(sorted({entry.name for entry in entry_points(group=GROUP)}))
+    return tuple(sorted({entry.name for entry in find_entry_points(GROUP)}))
 
 
 def load_engine(name: str) -> Engine:
@@ -122,7 +122,7 @@ def load_engine(name: str) -> Engine:
     Raises:
         EngineError: Nobody registered that name, or what is registered is no engine.
     """
-    for entry in entry_points(group=GROUP):
+    for entry in find_entry_points(GROUP):
         if entry.name == name:
             engine = entry.load()
             if not isinstance(engine, Engine):
@@ -133,6 +133,8 @@ def load_engine(name: str) -> Engine:
 
 def installed_version(engine: Engine) -> str | None:
     """Version of the engine in this interpreter, or None; the engine is not imported."""
+    from importlib.metadata import PackageNotFoundError, version
+
     for package in engine.packages:
         try:
             return version(package)

@@ -18,7 +18,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, model_validator
+from pydantic import Field, StrictInt, StrictStr, model_validator
 
 from kvbridge.errors import (
     AlignmentError,
@@ -34,6 +34,7 @@ from kvbridge.errors import (
     SlotError,
     TokensPerRowError,
 )
+from kvbridge.frozen import Frozen
 from kvbridge.records import Record, Region, get_record
 
 DTYPE_BYTES = {"uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "bfloat16": 2, "float32": 4}
@@ -56,7 +57,7 @@ class PoolKind(StrEnum):
     INDEX_ONLY = "index_only"  # slot bookkeeping without bytes
 
 
-class Padding(BaseModel):
+class Padding(Frozen):
     """Padding policy of a page.
 
     Attributes:
@@ -64,13 +65,11 @@ class Padding(BaseModel):
         alignment: Bytes that page_bytes is rounded up to; required for `aligned`, optional for `packed`.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     policy: PaddingPolicy
     alignment: StrictInt | None = None
 
 
-class DeclaredLayout(BaseModel):
+class DeclaredLayout(Frozen):
     """A page layout as somebody declared it; it may contradict itself (see `violations`).
 
     Attributes:
@@ -88,8 +87,6 @@ class DeclaredLayout(BaseModel):
         plane: Which tensor this is, for records whose rows are spread over several.
         pool: What the pool holds: swa, c1, c2, c4, c128, indexer, compressor_state, mla, dsa ...
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     record: StrictStr | None = None
     page_rows: StrictInt
@@ -119,15 +116,26 @@ class PageLayout(DeclaredLayout):
     @model_validator(mode="before")
     @classmethod
     def _fill_page_bytes(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("page_bytes") is None:
-            data = {**data, "page_bytes": _default_page_bytes(data)}
-        return data
+        return _with_page_bytes(data) if isinstance(data, dict) else data
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        self._require_invariants()
+        return self
+
+    def _require_invariants(self) -> None:
         for violation in violations(self):
             raise violation
-        return self
+
+    @classmethod
+    def built(cls, **fields: Any) -> Self:
+        """As `Frozen.built`; `page_bytes` may be left out.
+
+        Raises:
+            LayoutError: The fields contradict each other.
+            TypeError: A field is unknown, missing or no integer.
+        """
+        return super().built(**_with_page_bytes(fields))
 
     @classmethod
     def for_rows(
@@ -161,13 +169,13 @@ class PageLayout(DeclaredLayout):
             raise PageStrideError(
                 "page_stride_bytes", got=None, expected="the slab's stride", detail="policy packed needs one"
             )
-        return cls(
+        return cls.built(
             record=record,
             page_rows=page_rows,
             payload_bytes=payload_bytes,
             page_bytes=page_bytes,
             page_stride_bytes=page_bytes if page_stride_bytes is None else page_stride_bytes,
-            padding=Padding(policy=PaddingPolicy(policy), alignment=alignment),
+            padding=Padding.built(policy=PaddingPolicy(policy), alignment=alignment),
             plane=plane,
             **fields,
         )
@@ -272,6 +280,10 @@ class PageLayout(DeclaredLayout):
 
 def _round_up(value: int, multiple: int | None) -> int:
     return value if not multiple or multiple < 0 else -(-value // multiple) * multiple
+
+
+def _with_page_bytes(data: dict[str, Any]) -> dict[str, Any]:
+    return data if data.get("page_bytes") is not None else {**data, "page_bytes": _default_page_bytes(data)}
 
 
 def _default_page_bytes(data: dict[str, Any]) -> Any:

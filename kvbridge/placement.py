@@ -13,9 +13,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from kvbridge.documents import DeclaredManifest, DeclaredPool
 from kvbridge.errors import AlignmentError, LayoutError
 from kvbridge.layout import PaddingPolicy, PoolKind
-from kvbridge.manifest import DeclaredManifest, DeclaredPool, LayerPlacement, Manifest, Pool
+from kvbridge.manifest import LayerPlacement, Manifest, Pool
 from kvbridge.overlap import OPEN_PAGES, PageRun, first_overlap, overlapping_pairs
 from kvbridge.records import get_record
 from kvbridge.rules import Finding, finding, finding_of

@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
 
 from kvbridge.axes import axis_order
+from kvbridge.documents import describe_validation
 from kvbridge.errors import (
     KindError,
     LayoutError,
@@ -31,7 +32,6 @@ from kvbridge.errors import (
 )
 from kvbridge.geometry import Geometry, TensorShape, check_geometry
 from kvbridge.layout import DTYPE_BYTES, DeclaredLayout, Padding, PaddingPolicy, PageLayout, PoolKind, violations
-from kvbridge.manifest import describe_validation
 from kvbridge.records import get_record, records_of_width
 from kvbridge.rules import Finding, finding, finding_of
 

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from kvbridge.documents import DeclaredManifest
 from kvbridge.errors import KVBridgeError
-from kvbridge.manifest import SCHEMA_VERSION, DeclaredManifest, Rank
+from kvbridge.manifest import SCHEMA_VERSION, Rank
 from kvbridge.rules import Finding, Severity
 
 DIRECTORY_VARIABLE = "KVBRIDGE_MANIFEST_DIR"

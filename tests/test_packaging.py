@@ -74,7 +74,8 @@ def test_a_wheel_works_away_from_the_checkout(built: Path, tmp_path: Path) -> No
         [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), str(wheel)],
         check=True,
     )
-    code = "import kvbridge, kvbridge.kernels.mla, kvbridge.engines.vllm, kvbridge.engines.sglang; print(kvbridge.__file__)"
+    modules = ("kvbridge", "kvbridge.kernels.mla", "kvbridge.engines.vllm", "kvbridge.engines.sglang")
+    code = f"import {', '.join(modules)}; print(kvbridge.__file__)"
     result = subprocess.run(
         [sys.executable, "-S", "-c", f"import sys; sys.path[:0] = {[str(target), *_site_packages()]!r}; {code}"],
         cwd=tmp_path,

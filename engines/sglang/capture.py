@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from kvbridge.documents import DeclaredManifest
 from kvbridge.engine import EngineError, EngineMissingError, OptionValue, resolve_options
 from kvbridge.engines.sglang import ENGINE
 from kvbridge.engines.sglang.layouts import read_pool
@@ -22,7 +23,7 @@ from kvbridge.engines.sglang.live import declare
 from kvbridge.engines.sglang.options import resolve_settings
 from kvbridge.engines.sglang.plan import UNLIMITED_BYTES, given_options
 from kvbridge.errors import KVBridgeError
-from kvbridge.manifest import DeclaredManifest, Manifest, Rank
+from kvbridge.manifest import Manifest, Rank
 from kvbridge.models import Family, load_model
 
 CAPTURED_TOKENS = 8192

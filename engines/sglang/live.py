@@ -14,11 +14,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvbridge.documents import DeclaredManifest, DeclaredPadding, DeclaredPool
 from kvbridge.engines.sglang import ENGINE
 from kvbridge.errors import KVBridgeError, LayoutError
 from kvbridge.geometry import tensor_geometry
 from kvbridge.layout import PageLayout, PoolKind
-from kvbridge.manifest import DeclaredManifest, DeclaredPadding, DeclaredPool, EngineId, LayerPlacement, Rank, Storage
+from kvbridge.manifest import EngineId, LayerPlacement, Rank, Storage
 from kvbridge.rules import Finding, finding_of
 from kvbridge.view import PageView
 

@@ -75,24 +75,24 @@ class Bank:
             plane=plane,
             num_pages=num_pages,
             group=group,
-            layers=tuple(LayerPlacement(name=name, offset_bytes=0, storage=name) for name in names),
+            layers=tuple(LayerPlacement.built(name=name, offset_bytes=0, storage=name) for name in names),
             **fields,
         )
         self.pools.append(entry)
         size = None if num_pages is None else num_pages * entry.page_stride_bytes + extra_rows * entry.row_bytes
-        self.storages.extend(Storage(id=name, storage_bytes=size) for name in names)
+        self.storages.extend(Storage.built(id=name, storage_bytes=size) for name in names)
 
     def anchor(self, *, page_rows: int, num_pages: int | None) -> None:
         """Adds the token slots of the V4 family: SGLang hands them out, but no tensor holds a row for each."""
         self.pools.append(
-            Pool(
+            Pool.built(
                 pool=FULL,
                 kind=PoolKind.INDEX_ONLY,
                 page_rows=page_rows,
                 payload_bytes=0,
                 page_bytes=0,
                 page_stride_bytes=0,
-                padding=Padding(policy=PaddingPolicy.EXACT),
+                padding=Padding.built(policy=PaddingPolicy.EXACT),
                 num_pages=num_pages,
                 reserved_pages=1,
                 group=FULL,

@@ -43,8 +43,8 @@ def plan(request: PlanRequest) -> Manifest:
     settings = resolve_settings(request.model, options)
     fit = _fit(request.model, settings, request.memory_bytes)
     bank = plan_bank(request.model, settings, fit.sizes if fit else None)
-    manifest = Manifest(
-        engine=EngineId(name=ENGINE.name, version=request.version),
+    manifest = Manifest.built(
+        engine=EngineId.built(name=ENGINE.name, version=request.version),
         model=request.model.name,
         origin="planned",
         options=given_options(options),
@@ -54,7 +54,7 @@ def plan(request: PlanRequest) -> Manifest:
     )
     if fit is None or request.memory_bytes is None:
         return manifest
-    memory = MemoryPlan(
+    memory = MemoryPlan.built(
         budget_bytes=request.memory_bytes,
         used_bytes=manifest.total_bytes or 0,
         num_blocks=fit.sizes.full_tokens // settings.page_rows,

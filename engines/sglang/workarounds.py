@@ -6,6 +6,7 @@ platform_sm120        the direct sliding-window pages are chosen by the platform
 layout_without_gpu    select_dsv4_kv_layout asserts an SM100 GPU for the V4.1 layouts; the pools themselves do not
 sliding_window_page   the configurator passes its page on; only the pool class takes another sliding-window page
 fp4_without_gpu       is_float4_e2m1fn_x2 says no without CUDA, so fp4 rows would be built as a dtype that CPUs lack
+attention_fixture_without_gpu   SGLang's attention fixture saves CUDA's random state and plans with CUDA kernels
 index_page            the index page of ratios 1 and 2 is fixed on import, by whether DeepGEMM is there
 
 Each is undone on leaving the `with` block. Looked at in SGLang 0.5.23: runtime_context.py (override_server_args,
@@ -94,6 +95,25 @@ def fp4_without_gpu() -> Iterator[None]:
         return dtype == torch.float4_e2m1fn_x2
 
     with _replaced((kv_cache_configurator, pool_configurator), "is_float4_e2m1fn_x2", is_fp4):
+        yield
+
+
+@contextmanager
+def attention_fixture_without_gpu() -> Iterator[None]:
+    """Lets SGLang's attention fixture use the CPU's random state, and a dummy plan of compressed rows."""
+    import torch
+
+    from sglang.srt.layers.attention import deepseek_v4_backend
+    from sglang.srt.layers.attention.dsv4 import compressor_v2
+
+    def plan(compress_ratio: Any = None, *_: Any, **__: Any) -> Any:
+        return deepseek_v4_backend._create_dummy_paged_compress_data(compress_ratio)
+
+    with (
+        _replaced((torch.cuda,), "get_rng_state", lambda device=None: torch.get_rng_state()),
+        _replaced((torch.cuda,), "set_rng_state", lambda state, device=None: None),
+        _replaced((deepseek_v4_backend, compressor_v2), "create_paged_compressor_data", plan),
+    ):
         yield
 
 

@@ -3,10 +3,7 @@
     spec (MLAAttentionSpec ...)        record, rows, tokens per row, alignment    what a page is
     KVCacheTensor                      offset, layer stride, block stride         where pages lie
 
-The record never follows from a dtype name alone: `fp8_ds_mla` is 656, 584 or 528 bytes. vLLM states the row's bytes
-(`state_content_bytes`) and the model's version in the spec. Sources: vLLM 0.32.0 and 0.33.0 v1/kv_cache_interface.py,
-v1/worker/utils.py (allocate_kv_cache), models/deepseek_v41/common/ops/cache_utils.py (rows split until 0.32, then
-interleaved).
+Sources: vLLM 0.32.0 and 0.33.0 v1/kv_cache_interface.py, v1/worker/utils.py (allocate_kv_cache).
 """
 
 from __future__ import annotations
@@ -17,20 +14,13 @@ from functools import lru_cache
 from math import gcd, lcm
 from typing import TYPE_CHECKING, Any
 
-from kvbridge.engines.vllm.layers import ALIGNMENTS
-from kvbridge.engines.vllm.options import nearest_version
-from kvbridge.engines.vllm.specs import is_split, round_up
-from kvbridge.errors import RecordMissingError
+from kvbridge.engines.vllm.formats import alignment_of, is_indexer, is_state, pool_of, record_of
+from kvbridge.engines.vllm.specs import is_split
 from kvbridge.layout import Padding, PaddingPolicy, PageLayout
 from kvbridge.records import get_record
 
 if TYPE_CHECKING:
     import torch
-
-_PACKED_RECORDS = {584: "v4", 656: "dsa", 352: "nvfp4_352", 528: "v41", 288: "v41_fp4"}
-_INDEXER_RECORDS = {132: "indexer_fp8", 68: "indexer_fp4"}
-# (bytes of a row's element, values of a row) of rows without scales
-_PLAIN_RECORDS = {(2, 512): "v4_bf16", (1, 512): "uniform_fp8", (2, 576): "mla_bf16", (1, 576): "mla_fp8"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,73 +48,6 @@ class LayerCache:
     layer_stride_bytes: int
     block_rows: int
     first_row: int = 0
-
-
-def record_of(spec: Any, *, version: str) -> str:
-    """Name of the record that a layer's rows hold.
-
-    Args:
-        spec: vLLM's cache spec of one layer.
-        version: vLLM's version: V4.1 records are split until 0.32, interleaved since.
-
-    Raises:
-        RecordMissingError: The spec describes no record known here.
-    """
-    element_bytes = spec.dtype.itemsize
-    row_bytes = spec.state_content_size_bytes
-    name = None
-    if str(spec.dtype) == "torch.float32":
-        name = f"state_fp32_{row_bytes // element_bytes}"
-    elif spec.state_content_bytes is not None:
-        name = _PACKED_RECORDS.get(row_bytes)
-    elif getattr(spec, "cache_dtype_str", None) is None and element_bytes == 1:
-        name = _INDEXER_RECORDS.get(row_bytes)
-    else:
-        name = _PLAIN_RECORDS.get((element_bytes, row_bytes // element_bytes))
-    if name in ("v41", "v41_fp4") and nearest_version(version)[0] != "0.32.0":
-        name += "_interleaved"
-    if name is None:
-        raise RecordMissingError(
-            "spec",
-            got=f"{type(spec).__name__}: rows of {row_bytes} bytes of {spec.dtype}",
-            expected="a spec whose record is known",
-            detail=f"cache dtype {getattr(spec, 'cache_dtype_str', None)}",
-        )
-    return name
-
-
-def pool_of(spec: Any, record: str, *, sparse: bool) -> str:
-    """Name of the pool that a layer's cache belongs to.
-
-    Args:
-        spec: vLLM's cache spec of one layer.
-        record: Its record.
-        sparse: Whether the model has an indexer; tells DSA from classic MLA.
-    """
-    if record.startswith("state_"):
-        return "compressor_state"
-    if record.startswith("indexer_"):
-        return "indexer"
-    if hasattr(spec, "sliding_window") and type(spec).__name__ == "SlidingWindowMLASpec":
-        return "swa"
-    if spec.model_version == "deepseek_v4":
-        return f"c{int(spec.tokens_per_state)}"
-    return "dsa" if sparse else "mla"
-
-
-def alignment_of(spec: Any) -> int | None:
-    """Bytes that a layer's page is rounded up to; None for no rounding.
-
-    Where all layers are alike vLLM merges their specs and drops the alignment, but keeps the padded page; of the two
-    alignments it uses, the one that gives this page is meant.
-    """
-    alignment: int | None = getattr(spec, "alignment", None)
-    padded = getattr(spec, "page_size_padded", None)
-    if alignment is not None or padded is None:
-        return alignment
-    payload = spec.unpadded_page_size_bytes
-    known = [candidate for candidate in ALIGNMENTS if round_up(payload, candidate) == padded]
-    return known[0] if known else int(padded)
 
 
 def declared_layout(
@@ -246,7 +169,7 @@ def declared_caches(
         LayoutError: A declaration contradicts itself, or names no record.
     """
     specs = layer_specs_of(kv_cache_config)
-    sparse = any(_is_indexer(spec) for _, spec in specs.values())
+    sparse = any(is_indexer(spec) for _, spec in specs.values())
     blocks_outermost = is_packed(kv_cache_config) if packed is None else packed
     kernel_blocks = _kernel_blocks(specs)
     for placement, tensor in enumerate(kv_cache_config.kv_cache_tensors):
@@ -294,11 +217,6 @@ def page_tokens_of(kv_caches: Mapping[str, torch.Tensor], kv_cache_config: Any) 
     return tokens
 
 
-def is_state(spec: Any) -> bool:
-    """Whether a layer's cache holds a window or partial sums, which kernels address by the manager's own blocks."""
-    return type(spec).__name__ in ("SlidingWindowMLASpec", "CircularBufferSpec")
-
-
 def _kernel_blocks(specs: Mapping[str, tuple[int, Any]]) -> dict[int, int]:
     """Largest kernel block of each group, where its backends take fixed sizes; vLLM notes it as a stride alignment."""
     blocks: dict[int, int] = {}
@@ -307,12 +225,3 @@ def _kernel_blocks(specs: Mapping[str, tuple[int, Any]]) -> dict[int, int]:
         if base is not None:
             blocks[group] = gcd(blocks.get(group, base), base)
     return blocks
-
-
-def _is_indexer(spec: Any) -> bool:
-    return (
-        spec.state_content_bytes is None
-        and getattr(spec, "cache_dtype_str", None) is None
-        and spec.dtype.itemsize == 1
-        and spec.state_content_size_bytes in _INDEXER_RECORDS
-    )

@@ -53,18 +53,18 @@ def plan_manifest(request: PlanRequest, options: dict[str, str | int | bool]) ->
             f"{settings.max_model_len} tokens"
         )
     placements = place(groups, packed=packed, num_blocks=num_blocks or 1)
-    return Manifest(
-        engine=EngineId(name="vllm", version=request.version),
+    return Manifest.built(
+        engine=EngineId.built(name="vllm", version=request.version),
         model=request.model.name,
         origin="planned",
-        rank=Rank(
+        rank=Rank.built(
             tensor_parallel_size=settings.tensor_parallel,
             pipeline_parallel_rank=settings.pipeline_rank,
             pipeline_parallel_size=settings.pipeline_parallel,
             decode_context_parallel_size=settings.context_parallel,
         ),
         options=dict(options),
-        storages=(Storage(id=STORAGE, storage_bytes=None if num_blocks is None else num_blocks * slab_bytes),),
+        storages=(Storage.built(id=STORAGE, storage_bytes=None if num_blocks is None else num_blocks * slab_bytes),),
         memory=memory,
         notes=tuple(notes),
         pools=tuple(
@@ -136,14 +136,14 @@ def make_pool(placement: Placement, *, num_blocks: int | None, page_tokens: int 
         elif spec.page_bytes == spec.payload_bytes:
             alignment = None  # vLLM's merged spec of a group keeps an alignment only where it pads
         policy = PaddingPolicy.EXACT if alignment is None else PaddingPolicy.ALIGNED
-    return Pool(
+    return Pool.built(
         record=spec.record,
         pool=spec.pool,
         page_rows=spec.page_rows,
         tokens_per_row=spec.tokens_per_row,
         payload_bytes=spec.payload_bytes,
         page_stride_bytes=stride,
-        padding=Padding(policy=policy, alignment=alignment),
+        padding=Padding.built(policy=policy, alignment=alignment),
         num_pages=None if num_blocks is None else num_blocks * pages_per_block,
         reserved_pages=pages_per_block,
         dtype=spec.dtype,
@@ -151,7 +151,7 @@ def make_pool(placement: Placement, *, num_blocks: int | None, page_tokens: int 
         storage=STORAGE,
         layer_stride_bytes=placement.layer_stride_bytes,
         layers=tuple(
-            LayerPlacement(name=name, offset_bytes=placement.offset_bytes + index * placement.layer_stride_bytes)
+            LayerPlacement.built(name=name, offset_bytes=placement.offset_bytes + index * placement.layer_stride_bytes)
             for index, name in enumerate(placement.layers)
         ),
     )
@@ -200,7 +200,7 @@ def _blocks(
             f"vLLM refuses to start: one sequence of {length} tokens needs {needed} blocks besides the null block, "
             f"{num_blocks} fit; the longest max-model-len that fits is {_longest(groups, settings, num_blocks)}"
         )
-    return num_blocks, MemoryPlan(
+    return num_blocks, MemoryPlan.built(
         budget_bytes=budget,
         used_bytes=num_blocks * slab_bytes,
         num_blocks=num_blocks,

@@ -67,7 +67,7 @@ def run(arguments: Namespace, terminal: Terminal) -> Exit:
 
 def schema_text() -> str:
     """The published schema: sorted keys, two spaces, a final newline."""
-    from kvbridge.manifest import manifest_schema
+    from kvbridge.documents import manifest_schema
 
     return json.dumps(manifest_schema(), indent=2, sort_keys=True) + "\n"
 

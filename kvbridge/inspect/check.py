@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from kvbridge.documents import DeclaredManifest
 from kvbridge.inspect.command import Exit, Parser, UsageError, add_format, add_no_color
 from kvbridge.inspect.sources import (
     Source,
@@ -21,7 +22,7 @@ from kvbridge.inspect.sources import (
     parse_with_engine_options,
 )
 from kvbridge.inspect.terminal import Cell, Terminal, emit, printable
-from kvbridge.manifest import SCHEMA_VERSION, DeclaredManifest
+from kvbridge.manifest import SCHEMA_VERSION
 from kvbridge.rules import Finding, Severity, failing, finding
 
 if TYPE_CHECKING:

@@ -13,13 +13,14 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from kvbridge.documents import DeclaredManifest
 from kvbridge.engine import OptionValue, engine_names, load_engine
 from kvbridge.inspect.check import Limit, report
 from kvbridge.inspect.command import Exit, Parser, UsageError, add_format, add_no_color
 from kvbridge.inspect.options import ENGINE_OPTION, parse_assignments, split_engine_options
 from kvbridge.inspect.sources import SourceManifest, load
 from kvbridge.inspect.terminal import Cell, Terminal, emit, printable
-from kvbridge.manifest import SCHEMA_VERSION, DeclaredManifest, Manifest
+from kvbridge.manifest import SCHEMA_VERSION, Manifest
 
 if TYPE_CHECKING:
     from kvbridge.diff import FieldDifference, ManifestDiff, PoolDiff

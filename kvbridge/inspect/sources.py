@@ -12,6 +12,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvbridge.engine import OptionValue, PlanRequest, resolve_options
 from kvbridge.errors import LayoutError, ManifestError
@@ -26,8 +27,11 @@ from kvbridge.inspect.options import (
 )
 from kvbridge.inspect.reading import read_object
 from kvbridge.inspect.terminal import printable
-from kvbridge.manifest import SCHEMA_VERSION, DeclaredManifest, DeclaredPool, Manifest, Pool, validate_document
+from kvbridge.manifest import SCHEMA_VERSION, Manifest, Pool
 from kvbridge.models import ModelConfig, load_model, model_names
+
+if TYPE_CHECKING:
+    from kvbridge.documents import DeclaredManifest, DeclaredPool
 
 DEFAULT_MODEL = "deepseek-v4-flash"
 """Model of a call without SOURCE."""
@@ -199,6 +203,8 @@ def read_manifests(data: Mapping[str, object]) -> tuple[SourceManifest, ...]:
     """
     if data.get("schema_version") is True:  # equal to 1 in Python, not in JSON
         raise ManifestError(f"schema_version: got true, expected {SCHEMA_VERSION}")
+    from kvbridge.documents import validate_document
+
     declared = validate_document(data)
     if not declared:
         raise ManifestError("manifests: got an empty list, expected at least one manifest")

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbridge.audit import audit_declared, audit_manifest, pool_labels
+from kvbridge.documents import parse_manifests
 from kvbridge.errors import LayoutError, ManifestError
 from kvbridge.layout import PageLayout, violations
 from kvbridge.manifest import (
@@ -19,7 +20,6 @@ from kvbridge.manifest import (
     Storage,
     dump_manifests,
     index_only_pool,
-    parse_manifests,
 )
 from kvbridge.overlap import OPEN_PAGES, PageRun, first_overlap, floor_sum, overlapping_pairs
 from kvbridge.rules import Severity

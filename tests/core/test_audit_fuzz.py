@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from kvbridge.audit import audit_declared
 from kvbridge.consumers import consumer_names, fit_manifest, fits
 from kvbridge.diff import diff_manifests
+from kvbridge.documents import parse_manifests, validate_document
 from kvbridge.errors import LayoutError, ManifestError
 from kvbridge.layout import PaddingPolicy, PoolKind
-from kvbridge.manifest import Manifest, parse_manifests, validate_document
+from kvbridge.manifest import Manifest
 from kvbridge.raw import audit_raw, validate_raw
 from kvbridge.records import RECORDS
 from kvbridge.rules import get_rule

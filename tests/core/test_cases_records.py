@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvbridge import PageLayout, PageView
+from kvbridge.documents import DeclaredPool
 from kvbridge.errors import (
     KindError,
     PageRowsError,
@@ -19,7 +20,7 @@ from kvbridge.errors import (
     RecordWidthError,
 )
 from kvbridge.layout import DeclaredLayout, Padding, violations
-from kvbridge.manifest import DeclaredPool, index_only_pool
+from kvbridge.manifest import index_only_pool
 from kvbridge.spans import Placement
 
 rows = PageLayout.for_rows

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from kvbridge import PageLayout, PageView, errors
+from kvbridge.documents import parse_manifests, validate_document
 from kvbridge.errors import KVBridgeError, LayoutError
 from kvbridge.geometry import TensorShape, check_geometry
 from kvbridge.layout import Padding
-from kvbridge.manifest import Manifest, dump_manifests, parse_manifests, validate_document
+from kvbridge.manifest import Manifest, dump_manifests
 from kvbridge.records import get_record
 from kvbridge.repack import plan_pages
 from kvbridge.spans import Placement

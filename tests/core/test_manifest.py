@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbridge import PageLayout
+from kvbridge.documents import manifest_schema, parse_manifests, validate_document
 from kvbridge.errors import DerivedFieldError, LayoutError, ManifestError, OverlapError
 from kvbridge.layout import violations
 from kvbridge.manifest import (
@@ -24,9 +25,6 @@ from kvbridge.manifest import (
     Storage,
     dump_manifests,
     index_only_pool,
-    manifest_schema,
-    parse_manifests,
-    validate_document,
 )
 
 

@@ -11,8 +11,8 @@ import jsonschema
 import pytest
 
 from kvbridge.consumers import CONSUMERS
+from kvbridge.documents import manifest_schema
 from kvbridge.engine import engine_names, installed_version, load_engine
-from kvbridge.manifest import manifest_schema
 from kvbridge.rules import all_rules
 from tests.inspect.support import call, valid_document
 

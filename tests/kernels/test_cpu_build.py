@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import stat
 import subprocess
 import sys
@@ -37,8 +38,12 @@ def test_second_build_comes_from_the_cache(cache: Path) -> None:
     assert cpu.Library(second).usable
 
 
-def test_build_takes_less_than_40_seconds(cache: Path) -> None:
-    assert cpu_build.build().seconds < 40
+def test_build_costs_less_than_40_seconds_of_processor_time() -> None:
+    """Processor time, not wall time: the machine may be busy."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_build.build()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 40
 
 
 def test_changed_bytes_are_built_again_not_loaded(cache: Path) -> None:

@@ -52,7 +52,7 @@ Cut cut_of(int32_t units, int32_t groups, int32_t splits) {
 }
 
 // The cut with the least work on the busiest thread. 16 heads cost 2, dequantising the rows for them what the path says,
-// a merge as much as 600 rows of dequantising and 8 heads.
+// a merge as much as 8 heads over 1200 rows.
 Cut cut(const kvb_call* call, const Path* path) {
   const int32_t units = ceil_div(call->heads, 16);
   int64_t width = 0;
@@ -72,7 +72,7 @@ Cut cut(const kvb_call* call, const Path* path) {
       if (c.splits < 2 || bytes > call->workspace_bytes) c.splits = 1;
     }
     const int64_t rounds = (items * c.splits + threads - 1) / threads;
-    const double cost = static_cast<double>(rounds) * (2.0 * c.group_heads / 16 + static_cast<double>(path->decode_cost)) / c.splits + (c.splits > 1 ? 600.0 / static_cast<double>(width) : 0);
+    const double cost = static_cast<double>(rounds) * (2.0 * c.group_heads / 16 + static_cast<double>(path->decode_cost)) / c.splits + (c.splits > 1 ? 1200.0 / static_cast<double>(width) : 0);
     if (cost < least - 1e-9) { least = cost; best = c; }
   }
   return best;

@@ -4,6 +4,10 @@
 // threads are warm, bound to their cores and counted. Elsewhere, in a forked child (whose copy of that runtime has
 // lost its threads) and on request, it runs in this library's own threads. There the caller works too and waits only
 // for helpers that have begun, so a helper that is scheduled late costs nothing; a second caller works alone.
+//
+// An OpenMP region ends with a barrier: where other processes take the cores, its threads wait for one that was put
+// aside, a scheduler slice (often 8 ms) for microseconds of work. After two such stalls among eight calls the next 64
+// calls use the own threads. Bits do not depend on whose threads run.
 #include <dirent.h>
 #include <pthread.h>
 #include <sched.h>
@@ -132,6 +136,47 @@ void run_in_pool(int32_t threads, void (*body)(void*), void* context) {
   pthread_mutex_unlock(&pool.lock);
 }
 
+constexpr int64_t STALL_NANOSECONDS = 2000000;
+constexpr int32_t CALLS_AWAY = 64;
+
+int32_t calls_away = 0;          // calls that still avoid OpenMP
+uint32_t recent_stalls = 0;      // one bit a call, the latest lowest
+
+struct Region {
+  void (*body)(void*);
+  void* context;
+  pthread_t caller;
+  int64_t caller_left;
+};
+
+void run_region(void* context) {
+  Region* region = static_cast<Region*>(context);
+  region->body(region->context);
+  if (pthread_equal(pthread_self(), region->caller)) region->caller_left = now();
+}
+
+typedef void (*Team)(void (*)(void*), void*, unsigned, unsigned);
+
+void run_in_openmp(Team team, int32_t threads, void (*body)(void*), void* context) {
+  Region region = {body, context, pthread_self(), 0};
+  const int64_t started = now();
+  team(run_region, &region, static_cast<unsigned>(threads), 0);
+  // Waiting longer than the caller itself worked is no imbalance of work: work is shared out in pieces.
+  const int64_t waited = now() - region.caller_left;
+  const bool stalled = waited > STALL_NANOSECONDS && waited > region.caller_left - started;
+  const uint32_t recent = (__atomic_load_n(&recent_stalls, __ATOMIC_RELAXED) << 1 | (stalled ? 1u : 0u)) & 0xff;
+  const bool away = __builtin_popcount(recent) >= 2;
+  __atomic_store_n(&recent_stalls, away ? 1u : recent, __ATOMIC_RELAXED);
+  if (away) __atomic_store_n(&calls_away, CALLS_AWAY, __ATOMIC_RELAXED);
+}
+
+// True when this call should keep away from OpenMP.
+bool avoids_openmp() {
+  const int32_t left = __atomic_load_n(&calls_away, __ATOMIC_RELAXED);
+  if (left > 0) __atomic_store_n(&calls_away, left - 1, __ATOMIC_RELAXED);
+  return left > 0;
+}
+
 struct Scratch {
   void* memory = nullptr;
   int64_t bytes = 0;
@@ -160,12 +205,11 @@ KVB_HIDDEN void* kvb_scratch(int64_t bytes) {
 }
 
 KVB_HIDDEN void kvb_parallel(const kvb_call* call, int32_t threads, void (*body)(void*), void* context) {
-  typedef void (*Team)(void (*)(void*), void*, unsigned, unsigned);
   if (threads <= 1) {
     body(context);
-  } else if (call->parallel && !(call->flags & KVB_OWN_THREADS) && !pool.forked) {
+  } else if (call->parallel && !(call->flags & KVB_OWN_THREADS) && !pool.forked && !avoids_openmp()) {
     // Always the full team: a smaller one would make the runtime end threads that the engine's next operation needs.
-    reinterpret_cast<Team>(call->parallel)(body, context, static_cast<unsigned>(call->threads), 0);
+    run_in_openmp(reinterpret_cast<Team>(call->parallel), call->threads, body, context);
   } else {
     run_in_pool(threads, body, context);
   }

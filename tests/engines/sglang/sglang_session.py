@@ -75,6 +75,7 @@ def _run() -> Session:
         "capture_cases": (PROGRAMS / "capture_cases.py", models, cases),
         "adapter_checks": (PROGRAMS / "adapter_checks.py", models),
         "plugin_cases": (PROGRAMS / "plugin_cases.py", models, folder / "scenarios"),
+        "decode_cases": (PROGRAMS / "decode_cases.py",),
         "sglang_writer": (PARITY_WRITER, rows),
         "inspect_capture": (INSPECT, "capture", "--engine", "sglang", "--model", models / "v4", "-o"),
     }

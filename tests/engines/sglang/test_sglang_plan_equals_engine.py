@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
+from kvbridge.documents import parse_manifests
 from kvbridge.engine import PlanRequest, resolve_options
 from kvbridge.engines.sglang import ENGINE
 from kvbridge.engines.sglang.options import resolve_settings
 from kvbridge.engines.sglang.sizes import fit_classic, fit_v4
-from kvbridge.manifest import Manifest, parse_manifests
+from kvbridge.manifest import Manifest
 from kvbridge.models import load_model
 from tests.engines.sglang.sglang_models import UNLIMITED, all_cases
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvbridge.manifest import parse_manifests
+from kvbridge.documents import parse_manifests
 
 if TYPE_CHECKING:
     from tests.engines.sglang.sglang_session import Session

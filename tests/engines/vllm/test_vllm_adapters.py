@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvbridge.manifest import parse_manifests
+from kvbridge.documents import parse_manifests
 from tests.environments import run_in_engine
 
 

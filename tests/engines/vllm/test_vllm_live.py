@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from kvbridge.documents import DeclaredManifest, parse_manifests
 from kvbridge.engine import PlanRequest, load_engine
 from kvbridge.inspect.__main__ import main as inspect
-from kvbridge.manifest import DeclaredManifest, parse_manifests
 from kvbridge.models import load_model
 from tests.engines_support import EngineRunError
 from tests.environments import engine_environment, require_engine, run_in_engine

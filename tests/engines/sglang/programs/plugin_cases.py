@@ -151,6 +151,13 @@ def backend_decodes() -> None:
     dsv4.run_dsv4_attention_case(unittest.TestCase(), case, device="cpu")
 
 
+def build_uniform() -> None:
+    """A pool of uniform fp8 rows, which kvbridge's kernel does not serve."""
+    load_plugins()
+    with tiny_pool(**{"dsv4-attn-backend": "trtllm"}):
+        pass
+
+
 def backend_altered() -> None:
     """The same fixture with the sliding-window pool's stride altered: it must not come as far as a backend."""
 
@@ -170,6 +177,14 @@ def backend_altered() -> None:
         print(f"backends built: {len(built)}")
 
 
+def patched_functions() -> tuple[Any, Any]:
+    """What the plugin may wrap."""
+    from sglang.kernels.ops.attention import flash_mla_sm120
+    from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
+
+    return flash_mla_sm120.flash_mla_with_kvcache_sm120, DeepSeekV4TokenToKVPool.__init__
+
+
 SCENARIOS: dict[str, tuple[dict[str, str], Callable[[], None]]] = {
     "error-good": ({"KVBRIDGE_AUDIT": "error", "KVBRIDGE_MANIFEST_DIR": "{folder}"}, build),
     "error-altered": ({"KVBRIDGE_AUDIT": "error", "KVBRIDGE_MANIFEST_DIR": "{folder}"}, build_altered),
@@ -183,6 +198,10 @@ SCENARIOS: dict[str, tuple[dict[str, str], Callable[[], None]]] = {
     "two-drafts": ({"KVBRIDGE_AUDIT": "error", "KVBRIDGE_MANIFEST_DIR": "{folder}"}, build_two_drafts),
     "classic": ({"KVBRIDGE_AUDIT": "error", "KVBRIDGE_MANIFEST_DIR": "{folder}"}, allocate_classic),
     "backend-decodes": ({"KVBRIDGE_AUDIT": "error", "KVBRIDGE_MANIFEST_DIR": "{folder}"}, backend_decodes),
+    "decode-on": ({"KVBRIDGE_DECODE": "on"}, backend_decodes),
+    "decode-uniform": ({"KVBRIDGE_DECODE": "on"}, build_uniform),
+    "decode-forced-uniform": ({"KVBRIDGE_DECODE": "force"}, build_uniform),
+    "decode-misspelt": ({"KVBRIDGE_DECODE": "yes"}, build),
     "backend-altered": ({"KVBRIDGE_AUDIT": "error"}, backend_altered),
 }
 
@@ -207,6 +226,8 @@ def run(name: str) -> None:
         except Exception as fault:
             error = f"{type(fault).__name__}: {fault}"
             traceback.print_exc()
+        wrapped = [hasattr(function, "__wrapped__") for function in patched_functions()]
+        print(f"decode wrapped: {wrapped[0]}, pool wrapped: {wrapped[1]}")
         sys.stdout.flush()
         sys.stderr.flush()
         (FOLDER / f"{name}.error").write_text(error)
