@@ -154,13 +154,17 @@ def _scores(q: torch.Tensor, keys: torch.Tensor, scale: float, *, exact: bool) -
     first result off before it rounds gives the next 8, and both take half the time of one fp32 product. 16 bits are
     enough for weights while scores are moderate, not for a log-sum-exp.
     """
-    if keys.dtype is torch.bfloat16 and not exact:
-        narrow, transposed = q.bfloat16(), keys.transpose(1, 2)
-        high = torch.bmm(narrow, transposed)
-        if float(high.abs().max()) * abs(scale) <= _MODERATE_SCORE:
-            rest = torch.baddbmm(high.neg(), narrow, transposed)
-            return high.float().add_(rest).mul_(scale)
-    return torch.bmm(q.float() * scale, keys.float().transpose(1, 2))
+    if keys.dtype is not torch.bfloat16 or exact:
+        return torch.bmm(q.float() * scale, keys.float().transpose(1, 2))
+    narrow, transposed = q.bfloat16(), keys.transpose(1, 2)
+    high = torch.bmm(narrow, transposed)
+    scores = high.float().add_(torch.baddbmm(high.neg(), narrow, transposed)).mul_(scale)
+    # Query by query, so that none depends on what the others hold; NaN is not moderate either.
+    moderate = high.abs().amax((1, 2)).float() * abs(scale) <= _MODERATE_SCORE
+    if not bool(moderate.all()):
+        others = (~moderate).nonzero().flatten()
+        scores[others] = torch.bmm(q[others].float() * scale, keys[others].float().transpose(1, 2))
+    return scores
 
 
 def _weighted(weights: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
