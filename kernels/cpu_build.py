@@ -1,33 +1,28 @@
 """Builds the CPU backend once, with the machine's own C++ compiler, and keeps it in a private cache.
 
-    $KVBRIDGE_CACHE_DIR/cpu/        else $XDG_CACHE_HOME/kvbridge/cpu, else ~/.cache/kvbridge/cpu; 0700
-        <key>.so                    the library; key = hash of sources, flags, compiler version, machine, options
-        <key>.json                  its SHA-256, the compiler and the paths in it; written after the library
-        <key>.lock                  held while building
+    src/cpu/*.cpp, *.h  --one compiler process per translation unit-->  objects  -->  <cache>/cpu/<key>.so
+    key = hash of sources, flags, compiler version, machine, options           (private_cache.py: lock, digest, rename)
 
-Two processes that need the same library wait for one build; a library whose bytes do not match the recorded digest is
-built again, never loaded. Each path is its own translation unit with its own flags; one that this compiler cannot
-build is left out and named in the result. No torch header is used, so one build serves every torch.
+Each path is its own translation unit with its own flags; one that this compiler cannot build is left out and named in
+the result. No torch header is used, so one build serves every torch.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import platform
 import shlex
 import shutil
-import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+from kvbridge.kernels import private_cache
 
 SOURCES = Path(__file__).resolve().parent / "src" / "cpu"
 COMMON_FLAGS = [
@@ -120,29 +115,6 @@ def find_compiler() -> list[str]:
     )
 
 
-def cache_folder() -> Path:
-    """Returns the private folder for built libraries and creates it.
-
-    Raises:
-        CpuBuildError: The folder belongs to somebody else or is a link.
-    """
-    root = os.environ.get("KVBRIDGE_CACHE_DIR")
-    base = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvbridge"
-    base.mkdir(parents=True, exist_ok=True)
-    folder = base / "cpu"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-        raise CpuBuildError(
-            f"cache folder {folder}: got owner {status.st_uid} and mode {stat.filemode(status.st_mode)}, "
-            f"expected a folder of user {os.geteuid()}; anyone who can write there could have code run; "
-            "set KVBRIDGE_CACHE_DIR to a folder of your own"
-        )
-    if status.st_mode & 0o077:
-        folder.chmod(0o700)
-    return folder
-
-
 def build(*, sanitize: bool = False, emulate_amx: bool = False) -> Build:
     """Builds the library, or finds it in the cache.
 
@@ -159,22 +131,20 @@ def build(*, sanitize: bool = False, emulate_amx: bool = False) -> Build:
     units = _units(emulate_amx=emulate_amx)
     flags = [*COMMON_FLAGS, *(SANITIZE_FLAGS if sanitize else [])]
     key = _key([version, platform.machine(), json.dumps(flags), repr(units)])
-    folder = cache_folder()
-    library, record = folder / f"{key}.so", folder / f"{key}.json"
-    with _locked(folder / f"{key}.lock"):
-        cached = _cached(library, record)
+    try:
+        folder = private_cache.private_folder("cpu")
+    except private_cache.CacheFolderError as error:
+        raise CpuBuildError(str(error)) from error
+    with private_cache.locked(folder, key):
+        cached = private_cache.find(folder, key, ".so")
         if cached is not None:
-            return cached
+            return Build(cached.file, version, dict(cached.note["left_out"]), 0.0)
         started = time.perf_counter()
-        with tempfile.TemporaryDirectory(dir=folder, prefix=f"{key}.") as scratch:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=f"{key}.build.") as scratch:
             made, left_out = _compile(compiler, flags, units, Path(scratch))
-            note = {"sha256": _digest(made), "compiler": version, "left_out": left_out}
-            written = Path(scratch) / "record.json"
-            written.write_text(json.dumps(note, sort_keys=True))
-            record.unlink(missing_ok=True)
-            made.replace(library)
-            written.replace(record)
-        return Build(library, version, left_out, time.perf_counter() - started)
+            note = {"compiler": version, "left_out": left_out}
+            built = private_cache.publish(folder, key, ".so", made.read_bytes(), note)
+        return Build(built.file, version, left_out, time.perf_counter() - started)
 
 
 def _units(*, emulate_amx: bool) -> tuple[Unit, ...]:
@@ -190,30 +160,6 @@ def _key(parts: list[str]) -> str:
         if source.suffix in (".h", ".cpp"):
             digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     return digest.hexdigest()[:32]
-
-
-def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-def _cached(library: Path, record: Path) -> Build | None:
-    try:
-        note = json.loads(record.read_text())
-        if note["sha256"] == _digest(library):
-            return Build(library, note["compiler"], note["left_out"], 0.0)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return None
-
-
-@contextlib.contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _compile(
