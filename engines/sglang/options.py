@@ -109,6 +109,7 @@ def resolve_settings(model: ModelConfig, options: Mapping[str, OptionValue]) -> 
         EngineError: A combination SGLang refuses, with what it would take.
     """
     v4 = model.family in _V4_FAMILIES
+    check_model(model)
     for name in ("page-size", "swa-page-size", "speculative-num-draft-tokens", "max-running-requests"):
         if int(options[name]) < 0:
             raise EngineError(f"option {name}: got {options[name]}, expected at least 0")
@@ -145,6 +146,31 @@ def resolve_settings(model: ModelConfig, options: Mapping[str, OptionValue]) -> 
         chunked_prefill_rows=int(options["chunked-prefill-size"]),
         radix_cache=not options["disable-radix-cache"],
     )
+
+
+def check_model(model: ModelConfig) -> None:
+    """Refuses models whose caches SGLang does not build, or builds from rows that no record describes.
+
+    Raises:
+        EngineError: Names the config's field, got and expected.
+    """
+    rows = {"head_dim" if model.family in _V4_FAMILIES else "kv_lora_rank": (model.head_dim, 512)}
+    rows["qk_rope_head_dim"] = (model.rope_dim, 64)
+    ratios = model.compress_ratios[: model.num_layers]
+    if model.family is Family.DSA or set(ratios) & {1, 2, 4}:
+        rows["index_head_dim"] = (model.index_head_dim, 128)
+    for field, (got, expected) in rows.items():
+        if got != expected:
+            raise EngineError(f"{field}: got {got}, expected {expected}")
+    for layer, ratio in enumerate(ratios):
+        if ratio not in (0, 1, 2, 4, 128):
+            raise EngineError(f"compress_ratios[{layer}]: got {ratio}, expected one of [0, 1, 2, 4, 128]")
+        sources = [source for source in model.kv_source_layers if source <= layer and ratios[source] == ratio]
+        if ratio in (1, 2) and not sources:
+            raise EngineError(
+                f"kv_source_layer_ids: got {list(model.kv_source_layers)}, expected a layer of ratio {ratio} at or "
+                f"before layer {layer}, whose rows that layer reads"
+            )
 
 
 def _page_rows(model: ModelConfig, options: Mapping[str, OptionValue]) -> int:

@@ -102,16 +102,21 @@ def fit_v4(model: ModelConfig, settings: Settings, budget_bytes: int) -> Fit:
     while full > 0 and full * full_token_bytes + _low_ratio_padding(settings, layers, full, model) > available:
         full -= page
     full, limit = _limited(full, settings)
+    given = (
+        f"option max-total-tokens: got {settings.max_total_tokens:,}"
+        if limit
+        else f"memory: got {budget_bytes:,} bytes"
+    )
     if full <= 0:
         raise EngineError(
-            f"memory: got {budget_bytes:,} bytes, expected more than {int(fixed_bytes + page * full_token_bytes):,} "
+            f"{given}, expected more than {int(fixed_bytes + page * full_token_bytes):,} bytes "
             f"({int(fixed_bytes):,} fixed for {settings.max_running_requests} requests, {full_token_bytes:.2f} a token)"
         )
     swa = int(full * (settings.swa_ratio or 0)) // page * page if swa_cap is None else swa_cap
     if swa_cap is None and swa <= model.sliding_window + page:
         raise EngineError(
-            f"memory: got {budget_bytes:,} bytes, which hold {full:,} tokens and {swa:,} sliding-window slots, "
-            f"expected more than {model.sliding_window + page:,} slots (window {model.sliding_window}, page {page})"
+            f"{given}, which makes {full:,} tokens and {swa:,} sliding-window slots, expected more than "
+            f"{model.sliding_window + page:,} slots (window {model.sliding_window}, page {page})"
         )
     requests = min(settings.max_running_requests, full // 2)
     sizes = PoolSizes(
@@ -156,6 +161,10 @@ def _limited(full: int, settings: Settings) -> tuple[int, str]:
     """Applies --max-total-tokens (_apply_token_constraints)."""
     if not settings.max_total_tokens or settings.max_total_tokens >= full:
         return full, ""
+    if settings.max_total_tokens < settings.page_rows:
+        raise EngineError(
+            f"option max-total-tokens: got {settings.max_total_tokens}, expected at least {settings.page_rows} (a page)"
+        )
     limited = settings.max_total_tokens // settings.page_rows * settings.page_rows
     return limited, f", limited by max-total-tokens {settings.max_total_tokens:,}"
 

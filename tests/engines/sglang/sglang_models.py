@@ -6,6 +6,8 @@ CASES["v41-new"] = Case("v41", {"kv-layout": "v41_new"})     a model and options
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -147,6 +149,54 @@ CASES = {
 }
 """Every configuration by name."""
 
+RANDOM_CASES = 40
+
+
+def random_cases(count: int, *, seed: int = 20_261_201) -> Iterator[tuple[str, dict[str, Any], Case]]:
+    """Names, configs and cases of the DeepSeek-V4 family that nobody chose: schedules, layouts, sizes and options."""
+    choose = random.Random(seed)
+    for number in range(count):
+        name = f"random-{number}"
+        newer = choose.random() < 0.5
+        layers = choose.randint(2, 9)
+        ratios = [choose.choice((0, 1, 2, 4, 128) if newer else (0, 4, 128)) for _ in range(layers)]
+        sources = [
+            layer
+            for layer, ratio in enumerate(ratios)
+            if ratio in (1, 2) and (ratio not in ratios[:layer] or choose.random() < 0.4)
+        ]
+        fields = _V41_FIELDS | {"kv_source_layer_ids": sources} if newer else {}
+        layout = choose.choice(("v4", "v4", "v41", "v41_new", "trtllm"))
+        options: dict[str, Any] = {
+            "max-running-requests": choose.randint(1, 9),
+            "max-total-tokens": choose.randint(8192, 30_000),
+            "swa-full-tokens-ratio": choose.choice(("0.1", "0.25", "1.0")),
+            "swa-page-size": choose.choice((256, 128, 64)),
+            "compress-state-dtype": choose.choice(("float32", "bfloat16")),
+            "enable-deepseek-v4-fp4-indexer": choose.random() < 0.5,
+            "speculative-num-draft-tokens": choose.choice((0, 0, 2, 3, 5, 8)),
+            "deepgemm-sparse-logits": choose.random() < 0.3,
+        }
+        if layout == "trtllm":
+            options["dsv4-attn-backend"] = "trtllm"
+        else:
+            options["kv-layout"] = layout
+        if layout in ("v41", "v41_new"):
+            options["compressed-kv-layout"] = choose.choice(("auto", "fp8", "fp4"))
+        if layout == "v4" and choose.random() < 0.4:
+            options |= {"enable-hisparse": True, "hisparse-host-to-device-ratio": choose.randint(1, 5)}
+        elif layout == "v4" and choose.random() < 0.4:
+            options |= {"gpu": "sm120", "sm120-direct-swa-kv": True}
+        defaults = {"swa-page-size": 256, "compress-state-dtype": "float32", "speculative-num-draft-tokens": 0}
+        defaults |= {"compressed-kv-layout": "auto", "hisparse-host-to-device-ratio": 2}
+        given = {key: value for key, value in options.items() if value != defaults.get(key, False) or value == "v4"}
+        yield name, _v4(ratios, layers=layers, **fields), Case(name, given)
+
+
+for _name, _config, _case in random_cases(RANDOM_CASES):
+    CONFIGS[_name] = _config
+    CASES[_name] = _case
+
 GIGABYTE = 10**9
 BUDGETS = (
     ("v4-page-256", 20_000_000),
@@ -197,7 +247,7 @@ def all_cases() -> dict[str, dict[str, Any]]:
             "sized": False,
         }
     for name, case in CASES.items():
-        for budget in GPU_BUDGETS:
+        for budget in () if name.startswith("random") else GPU_BUDGETS:
             cases[f"{name}/{budget}"] = {
                 "model": case.model,
                 "options": case.options,

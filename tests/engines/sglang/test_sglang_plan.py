@@ -12,7 +12,7 @@ import pytest
 from kvbridge.engine import Engine, EngineError, PlanRequest, load_engine
 from kvbridge.engines.sglang import ENGINE
 from kvbridge.manifest import Manifest
-from kvbridge.models import load_model, model_names
+from kvbridge.models import ModelConfig, load_model, model_names
 
 
 def plan(
@@ -200,10 +200,45 @@ def test_refusals_name_option_got_and_expected(model: str, options: dict[str, An
         plan(model, options)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"head_dim": 576}, "head_dim: got 576, expected 512"),
+        ({"qk_rope_head_dim": 32}, "qk_rope_head_dim: got 32, expected 64"),
+        ({"index_head_dim": 64}, "index_head_dim: got 64, expected 128"),
+        ({"compress_ratios": [0, 8]}, "compress_ratios[1]: got 8, expected one of [0, 1, 2, 4, 128]"),
+        (
+            {"compress_ratios": [2, 2], "kv_source_layer_ids": [1]},
+            "kv_source_layer_ids: got [1], expected a layer of ratio 2",
+        ),
+        ({"compress_ratios": [1, 2], "kv_source_layer_ids": [0]}, "at or before layer 1"),
+    ],
+)
+def test_models_that_sglang_does_not_build(change: dict[str, Any], message: str) -> None:
+    config = {
+        "model_type": "deepseek_v4",
+        "num_hidden_layers": 2,
+        "num_attention_heads": 64,
+        "compress_ratios": [0, 4],
+        "head_dim": 512,
+    }
+    model = ModelConfig.from_config(config | change, name="odd")
+    with pytest.raises(EngineError, match=re.escape(message)):
+        ENGINE.plan(PlanRequest(model, "0.5.23"))
+
+
+def test_a_limit_below_a_page() -> None:
+    with pytest.raises(EngineError, match="option max-total-tokens: got 63, expected at least 64"):
+        plan("deepseek-v3", {"max-total-tokens": 63})
+
+
 def test_budgets_too_small() -> None:
     with pytest.raises(EngineError, match=r"memory: got 1,000 bytes, expected more than .* fixed for 256 requests"):
         plan("deepseek-v4-flash", memory=1000)
-    with pytest.raises(EngineError, match=r"expected more than 384 slots \(window 128, page 256\)"):
+    with pytest.raises(
+        EngineError,
+        match=r"option max-total-tokens: got 2,048, .*expected more than 384 slots \(window 128, page 256\)",
+    ):
         plan("deepseek-v4-flash", {"max-total-tokens": 2048}, memory=60 << 30)
     with pytest.raises(EngineError, match=r"memory: got 1,000 bytes, expected at least .* \(one page\)"):
         plan("deepseek-v3", memory=1000)
