@@ -24,6 +24,7 @@ from kvbridge.engine import EngineError, EngineMissingError, OptionValue, PlanRe
 from kvbridge.engines.vllm.options import OPTIONS
 from kvbridge.manifest import Manifest
 from kvbridge.models import load_model
+from kvbridge.rules import Severity
 
 _DEFAULTS = {option.name: option.default for option in OPTIONS}
 
@@ -68,7 +69,7 @@ def capture_engine(model: Path, options: Mapping[str, OptionValue]) -> Manifest:
         def keep(allocation: Allocation) -> None:
             manifest, faults = manifest_of(allocation)
             manifests.append(manifest)
-            findings.extend(str(fault) for fault in faults)
+            findings.extend(str(fault) for fault in faults if fault.severity is Severity.ERROR)
 
         undo = after_allocation(keep)
         try:

@@ -14,8 +14,9 @@ from functools import lru_cache
 from math import gcd, lcm
 from typing import TYPE_CHECKING, Any
 
-from kvbridge.engines.vllm.formats import alignment_of, is_indexer, is_state, pool_of, record_of
+from kvbridge.engines.vllm.formats import MLA_SPECS, alignment_of, is_indexer, is_state, pool_of, record_of
 from kvbridge.engines.vllm.specs import is_split
+from kvbridge.errors import LayoutError
 from kvbridge.layout import Padding, PaddingPolicy, PageLayout
 from kvbridge.records import get_record
 
@@ -152,18 +153,24 @@ def is_packed(kv_cache_config: Any) -> bool:
 
 
 def declared_caches(
-    kv_cache_config: Any, *, version: str, packed: bool | None = None, page_tokens: Mapping[int, int] | None = None
+    kv_cache_config: Any,
+    *,
+    version: str,
+    packed: bool | None = None,
+    page_tokens: Mapping[int, int] | None = None,
+    skipped: dict[str, LayoutError] | None = None,
 ) -> Iterator[LayerCache]:
     """Every layer's cache as a KVCacheConfig declares it, in the order of its placements.
+
+    A packed block larger than the kernel's holds several pages where rows are split: scales follow the rows of a kernel
+    block, not those of the whole block. Each of these pages is a cache of its own here.
 
     Args:
         kv_cache_config: vLLM's KVCacheConfig.
         version: vLLM's version.
         packed: Whether blocks are outermost; by `is_packed` where not given.
         page_tokens: Kernel block of each group, where vLLM allocated kernel blocks.
-
-    A packed block larger than the kernel's holds several pages where rows are split: scales follow the rows of a kernel
-    block, not those of the whole block. Each of these pages is a cache of its own here.
+        skipped: Takes the layers that hold no MLA cache, with the reason; without it they are refused.
 
     Raises:
         LayoutError: A declaration contradicts itself, or names no record.
@@ -175,9 +182,16 @@ def declared_caches(
     for placement, tensor in enumerate(kv_cache_config.kv_cache_tensors):
         for place, name in enumerate(tensor.layers):
             group, spec = specs[name]
+            try:
+                record = record_of(spec, version=version)
+            except LayoutError as reason:
+                if skipped is None:
+                    raise
+                skipped[name] = reason
+                continue
             tokens = spec.block_size
             if blocks_outermost:
-                if is_split(record_of(spec, version=version)) and not is_state(spec):
+                if is_split(record) and not is_state(spec):
                     tokens = gcd(kernel_blocks.get(group, tokens), tokens)
             elif page_tokens:
                 tokens = page_tokens.get(group, tokens)
@@ -210,7 +224,7 @@ def page_tokens_of(kv_caches: Mapping[str, torch.Tensor], kv_cache_config: Any) 
     tokens: dict[int, int] = {}
     for name, (group, spec) in layer_specs_of(kv_cache_config).items():
         tensor = kv_caches.get(name)
-        if tensor is not None and group not in tokens:
+        if tensor is not None and group not in tokens and type(spec).__name__ in MLA_SPECS:
             rows = tensor.shape[-2]
             fits = rows and spec.num_states % rows == 0
             tokens[group] = rows * int(spec.tokens_per_state) if fits else spec.block_size

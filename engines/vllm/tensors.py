@@ -7,7 +7,7 @@ One placement becomes one pool, unless its layers differ in their numbers; then 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvbridge.engines.vllm.declared import LayerCache, declared_caches
@@ -16,7 +16,7 @@ from kvbridge.engines.vllm.plan import STORAGE
 from kvbridge.errors import LayoutError
 from kvbridge.layout import PageLayout
 from kvbridge.manifest import EngineId, LayerPlacement, Manifest, MemoryPlan, Pool, Rank, Storage
-from kvbridge.rules import Finding, finding, finding_of
+from kvbridge.rules import Finding, Severity, finding, finding_of
 
 if TYPE_CHECKING:
     import torch
@@ -77,8 +77,12 @@ def captured_manifest(
     Returns:
         The manifest of every layer that is consistent, and the findings on those that differ from the declaration.
     """
-    caches = tuple(declared_caches(kv_cache_config, version=version, packed=packed, page_tokens=page_tokens))
+    skipped: dict[str, LayoutError] = {}
+    caches = tuple(
+        declared_caches(kv_cache_config, version=version, packed=packed, page_tokens=page_tokens, skipped=skipped)
+    )
     findings = list(check_tensors(kv_caches, caches))
+    findings.extend(_skipped_note(skipped))
     storages: dict[int, Storage] = {}
     pools: dict[tuple[Any, ...], list[LayerPlacement]] = {}
     for cache in caches:
@@ -118,6 +122,22 @@ def captured_manifest(
         ),
     )
     return manifest, tuple(findings)
+
+
+def _skipped_note(skipped: Mapping[str, LayoutError]) -> Iterator[Finding]:
+    """A note on the layers that hold no MLA cache: nothing is wrong with them, but nothing here describes them."""
+    for code in dict.fromkeys(reason.code for reason in skipped.values()):
+        names = [name for name, reason in skipped.items() if reason.code == code]
+        reason = skipped[names[0]]
+        yield finding(
+            code,
+            f"{names[0]}.{reason.field}",
+            got=reason.got,
+            expected=reason.expected,
+            detail=f"{len(names)} layers are not audited",
+            severity=Severity.NOTE,
+            consequence="these layers are missing from the manifest",
+        )
 
 
 def live_layout(cache: LayerCache, tensor: torch.Tensor) -> PageLayout:

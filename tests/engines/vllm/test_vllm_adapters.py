@@ -69,6 +69,13 @@ def test_an_altered_stride_is_a_finding_and_stays_in_the_manifest(facts: dict[st
     assert seen["strides"] == [93_312, 93_888]
 
 
+def test_other_attention_is_left_alone_with_a_note(facts: dict[str, Any]) -> None:
+    seen = facts["other_attention"]
+    assert seen["pools"] == 0
+    (note,) = seen["findings"]
+    assert note.startswith("note record-missing: model.layers.0.self_attn.attn.spec: got FullAttentionSpec, expected")
+
+
 def test_memory_that_is_gone_is_told_apart(facts: dict[str, Any]) -> None:
     seen = facts["states"]
     message = seen.pop("message")

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker import utils as worker
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -113,6 +115,18 @@ def kernel_views() -> dict[str, Any]:
         "page_starts_agree": starts
         == [views[cache.name].pages[block].data_ptr() for cache in pages for block in range(cases.NUM_BLOCKS)],
     }
+
+
+def other_attention() -> dict[str, Any]:
+    """A model without MLA: pages of 256 keys and 256 values are as wide as a row of 512 bf16, and are none."""
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=256, dtype=torch.bfloat16)
+    name = "model.layers.0.self_attn.attn"
+    page = spec.page_size_bytes
+    placed = KVCacheTensor(size=4 * page, layers=[name], layer_stride=4 * page, block_stride=page)
+    config = KVCacheConfig(num_blocks=4, kv_cache_tensors=[placed], kv_cache_groups=[KVCacheGroupSpec([name], spec)])
+    kv_caches = worker.allocate_kv_cache(config, torch.device("cpu"), KVCacheLayout.LBNHC, [16])
+    manifest, findings = captured_manifest(kv_caches, config, version=installed_version())
+    return {"pools": len(manifest.pools), "findings": [str(entry) for entry in findings]}
 
 
 def altered_stride() -> dict[str, Any]:
@@ -215,6 +229,7 @@ def main() -> None:
         "classic": zero_copy(CLASSIC),
         "bound": {case.name: bound_layers(allocate(case)) for case in (TINY, CLASSIC)},
         "kernel_views": kernel_views(),
+        "other_attention": other_attention(),
         "altered": altered_stride(),
         "states": states(),
         "plugin": plugin_faults(out.parent),
