@@ -10,8 +10,9 @@ Traits say what a target does not claim to do; such cases are skipped with that 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 
 import torch
@@ -21,6 +22,7 @@ from kvbridge.kernels.caches import Cache
 from kvbridge.kernels.conformance.grid import FACTORS, RECORD_NAMES, Case, cases
 from kvbridge.kernels.conformance.scenario import Scenario, records_of
 from kvbridge.kernels.plan import MOST_CACHES, MOST_HEADS
+from kvbridge.view import PageView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,30 +117,63 @@ def masked_slots(scenario: Scenario, cache: Cache) -> torch.Tensor:
     return torch.where(past, -1, slots)
 
 
-def backend_target(backend: str) -> Target:
+def backend_target(backend: str, *, device: str | None = None) -> Target:
     """A backend of this package as a target.
 
     Args:
         backend: `cpu`, `cpu:avx2`, `torch`, `cuda`, `reference` ...
+        device: Where to run it; by default a GPU for `cuda`, the CPU otherwise.
     """
+    place = torch.device(device or ("cuda" if backend.startswith("cuda") else "cpu"))
 
     def decode(scenario: Scenario) -> None:
-        device = "cuda" if backend.startswith("cuda") else "cpu"
-        prepared = mla.prepare(scenario.plan, device=device, backend=backend)
+        there = scenario if place.type == "cpu" else moved(scenario, place)
+        prepared = mla.prepare(there.plan, device=place, backend=backend)
         mla.run(
             prepared,
-            q=scenario.q,
-            caches=scenario.caches,
-            out=scenario.out,
-            scale=scenario.scale,
-            sink=scenario.sink,
-            lse=scenario.lse,
-            lse_format=scenario.lse_format,
-            sequence_of_query=scenario.sequence_of_query,
+            q=there.q,
+            caches=there.caches,
+            out=there.out,
+            scale=there.scale,
+            sink=there.sink,
+            lse=there.lse,
+            lse_format=there.lse_format,
+            sequence_of_query=there.sequence_of_query,
         )
+        if there is not scenario:
+            scenario.out.copy_(there.out)
+            if scenario.lse is not None and there.lse is not None:
+                scenario.lse.copy_(there.lse)
 
-    codes = "nan" if backend == "reference" else "480" if backend == "torch" else "nan"
+    codes = "480" if backend.partition(":")[0] in ("torch", "cuda") else "nan"
     return Target(name=backend, decode=decode, traits=Traits(batch_invariant=True, nan_codes=codes))
+
+
+def moved(scenario: Scenario, device: torch.device) -> Scenario:
+    """The scenario on another device, every storage copied as a whole: strides, offsets and poison stay as they are."""
+    there = copy.copy(scenario)
+    there.q, there.out = _moved(scenario.q, device), _moved(scenario.out, device)
+    there.lse = None if scenario.lse is None else _moved(scenario.lse, device)
+    there.sink = None if scenario.sink is None else _moved(scenario.sink, device)
+    if scenario.sequence_of_query is not None:
+        there.sequence_of_query = _moved(scenario.sequence_of_query, device)
+    there.caches = [
+        replace(
+            cache,
+            view=PageView.from_tensor(_moved(cache.view.pages, device), cache.view.layout),
+            slots=_moved(cache.slots, device),
+            lengths=None if cache.lengths is None else _moved(cache.lengths, device),
+        )
+        for cache in scenario.caches
+    ]
+    return there
+
+
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    size = tensor.untyped_storage().nbytes() // tensor.element_size()
+    whole = tensor.as_strided((size,), (1,), 0)
+    there = whole.clone() if device == tensor.device else whole.to(device)
+    return there.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def load_target(text: str) -> Target:

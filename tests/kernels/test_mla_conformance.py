@@ -11,10 +11,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvbridge.kernels.conformance import Case, Report, Scenario, Target, Traits, backend_target, cases, run
+from kvbridge.kernels.conformance import (
+    Case,
+    Report,
+    Scenario,
+    Target,
+    Traits,
+    backend_target,
+    build,
+    cases,
+    judge,
+    run,
+)
 from kvbridge.kernels.conformance.__main__ import main
 from kvbridge.kernels.conformance.grid import FACTORS
 from kvbridge.kernels.conformance.properties import PROPERTIES
+from kvbridge.kernels.conformance.targets import moved
 from kvbridge.layout import PageLayout
 from kvbridge.view import PageView
 
@@ -58,6 +70,23 @@ def test_every_cpu_path_conforms(path: str) -> None:
         pytest.skip(f"this machine cannot run {path}")
     report = run(backend_target(f"cpu:{path}"), properties=False, seed=1)
     assert report.ok, report.table()
+
+
+def test_a_moved_scenario_keeps_strides_and_poison_and_shares_no_memory() -> None:
+    for case in SMALL:
+        scenario = build(case)
+        there = moved(scenario, torch.device("cpu"))
+        assert there.q.stride() == scenario.q.stride()
+        assert there.out.stride() == scenario.out.stride()
+        scenario.q.zero_()
+        for cache, copied in zip(scenario.caches, there.caches, strict=True):
+            assert copied.view.pages.data_ptr() != cache.view.pages.data_ptr()
+            assert copied.view.offset_bytes == cache.view.offset_bytes
+            assert copied.slots.stride() == cache.slots.stride()
+            cache.view.pages.fill_(0xFF)
+            cache.slots.fill_(-1)
+        TORCH.decode(there)
+        assert not judge(there).failures
 
 
 def test_every_two_values_of_two_factors_meet() -> None:
