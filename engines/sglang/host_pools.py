@@ -6,8 +6,9 @@
     MLA page_first     [slots, layers, 1, dim]        here the slab is one row: pages of one row, packed
     MLA direct         [pages, layers, page, 1, dim]
 
-A host pool holds bytes without knowing their record, so it is read with the device cache it mirrors.
-Source: SGLang 0.5.23 mem_cache/memory_pool_host.py (DeepSeekV4PagedHostPool), mem_cache/pool_host/mla.py.
+Compressor state travels by rings, indexer keys by pages. A host pool holds bytes without knowing their record, so it is
+read with the device cache it mirrors. Source: SGLang 0.5.23 mem_cache/memory_pool_host.py, mem_cache/pool_host/mla.py,
+mem_cache/pool_host/dsa.py.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def read_host_pool(pool: Any, mirrored: Sequence[LiveCache]) -> Iterator[LiveCac
     """Caches of a host pool.
 
     Args:
-        pool: `DeepSeekV4PagedHostPool` or `MLATokenToKVPoolHost`.
+        pool: `DeepSeekV4PagedHostPool`, `DeepSeekV4StateHostPool`, `DSAIndexerPoolHost` or `MLATokenToKVPoolHost`.
         mirrored: The device caches it mirrors, one per host layer, in its order.
 
     Raises:
@@ -37,30 +38,43 @@ def read_host_pool(pool: Any, mirrored: Sequence[LiveCache]) -> Iterator[LiveCac
         raise EngineError(f"host layout: got {pool.layout!r}, expected one of {list(LAYOUTS)}")
     if len(mirrored) != pool.layer_num:
         raise EngineError(f"host layers: got {len(mirrored)} device caches, expected {pool.layer_num}")
-    token_granular = bool(mirrored) and mirrored[0].layout.kind is PoolKind.TOKEN_GRANULAR
+    items = _page_items(pool)
+    buffers = pool.kv_buffer if items is None else items[0]
     for layer, device in enumerate(mirrored):
-        tensor = pool.kv_buffer[layer] if pool.layout == "layer_first" else pool.kv_buffer[:, layer]
-        if token_granular:
+        tensor = buffers[layer] if pool.layout == "layer_first" else buffers[:, layer]
+        if items is None:
             layout = _rows_layout(pool, device.layout)
         else:
             tensor = tensor.flatten(1) if tensor.dim() > 2 else tensor
-            layout = _pages_layout(pool, device.layout)
+            layout = _pages_layout(pool, device.layout, num_pages=items[1], item_bytes=items[2])
         yield LiveCache(f"host.{device.name}", "host", layout, tensor)
 
 
-def _pages_layout(pool: Any, device: PageLayout) -> PageLayout:
-    """Padded pages travel whole: a host item is a device page."""
+def _page_items(pool: Any) -> tuple[Any, int, int] | None:
+    """Buffers, pages and bytes of an item of a pool that moves whole pages; None for one that moves rows."""
+    for buffers, pages, item in (
+        ("kv_buffer", "num_host_pages", "item_bytes"),
+        ("kv_buffer", "num_host_pages", "state_page_bytes"),
+        ("index_k_with_scale_buffer", "indexer_page_num", "indexer_page_stride_size"),
+    ):
+        if hasattr(pool, pages) and hasattr(pool, item):
+            return getattr(pool, buffers), getattr(pool, pages), getattr(pool, item)
+    return None
+
+
+def _pages_layout(pool: Any, device: PageLayout, *, num_pages: int, item_bytes: int) -> PageLayout:
+    """Padded pages travel whole: a host item is a device page, as bytes."""
     fields: dict[str, Any] = {
         "page_rows": device.page_rows,
         "dtype": "uint8",
         "alignment": device.padding.alignment,
-        "num_pages": pool.num_host_pages,
+        "num_pages": num_pages,
         "tokens_per_row": device.tokens_per_row,
         "pool": device.pool,
     }
     if pool.layout == "layer_first" or pool.layer_num == 1:
         return PageLayout.for_rows(device.record, policy=device.padding.policy, **fields)
-    slab = pool.layer_num * pool.item_bytes
+    slab = pool.layer_num * item_bytes
     return PageLayout.for_rows(device.record, policy=PaddingPolicy.PACKED, page_stride_bytes=slab, **fields)
 
 

@@ -74,6 +74,7 @@ def _run() -> Session:
     programs = {
         "capture_cases": (PROGRAMS / "capture_cases.py", models, cases),
         "adapter_checks": (PROGRAMS / "adapter_checks.py", models),
+        "host_checks": (PROGRAMS / "host_checks.py",),
         "plugin_cases": (PROGRAMS / "plugin_cases.py", models, folder / "scenarios"),
         "decode_cases": (PROGRAMS / "decode_cases.py",),
         "sglang_writer": (PARITY_WRITER, rows),

@@ -7,76 +7,42 @@ Every check builds SGLang's own pool, reads it through the adapters and touches 
 
 from __future__ import annotations
 
-import json
 import sys
-import traceback
-from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
-from sglang.srt.mem_cache.deepseek_v4_compress_state import CompressStatePool
 from sglang.srt.mem_cache.deepseek_v4_memory_pool import (
     DeepSeekV4IndexerPool,
-    DeepSeekV4SingleKVPool,
     DeepSeekV4UnifiedKVPool,
     DeepSeekV4UniformFP8KVPool,
     HiSparseC4DevicePool,
 )
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MLATokenToKVPool, MLATokenToKVPoolFP4
-from sglang.srt.mem_cache.memory_pool_host import DeepSeekV4PagedHostPool, LogicalHostPool
-from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 
 from kvbridge.engine import EngineError
 from kvbridge.engines.sglang import ENGINE
 from kvbridge.engines.sglang.capture import capture_pool
-from kvbridge.engines.sglang.host_pools import read_host_pool
 from kvbridge.engines.sglang.layouts import read_pool
-from kvbridge.engines.sglang.live import LiveCache, declare, live_findings
+from kvbridge.engines.sglang.live import declare, live_findings
 from kvbridge.engines.sglang.unified import read_unified
 from kvbridge.engines.sglang.workarounds import published_arguments
-from kvbridge.errors import KVBridgeError, LayoutError, StaleViewError
+from kvbridge.errors import LayoutError, StaleViewError
 from kvbridge.manifest import Manifest
 from kvbridge.records import get_record
 from kvbridge.view import Liveness
+from tests.engines.sglang.programs.checks_support import (
+    CHECKS,
+    FP8,
+    check,
+    classic,
+    run_checks,
+    single,
+    state,
+    views_share_memory,
+)
 
 MODELS = Path(sys.argv[1])
-FP8 = torch.float8_e4m3fn
-CHECKS: dict[str, Callable[[], None]] = {}
-
-
-def check(function: Callable[[], None]) -> Callable[[], None]:
-    """Registers a check under its name."""
-    CHECKS[function.__name__] = function
-    return function
-
-
-def views_share_memory(caches: Iterable[LiveCache]) -> int:
-    """Every view lies in the pool's storage and shows what is written through the pool's tensor; returns the count."""
-    count = 0
-    for cache in caches:
-        if cache.tensor is None:
-            continue
-        view = cache.view()
-        assert view.pages.untyped_storage().data_ptr() == cache.tensor.untyped_storage().data_ptr(), cache.name
-        assert view.base_address == cache.tensor.data_ptr(), cache.name
-        assert view.liveness is Liveness.LIVE
-        page = view.num_pages - 1
-        view.pages[page].fill_(0x5A)
-        raw = torch.empty(0, dtype=torch.uint8).set_(cache.tensor.untyped_storage())
-        for slot in (page * view.page_rows, view.capacity_rows - 1):
-            for address, length in view.row_addresses(slot):
-                start = address - cache.tensor.untyped_storage().data_ptr()
-                assert bool((raw[start : start + length] == 0x5A).all()), (cache.name, slot)
-        view.pages[page].zero_()
-        count += 1
-    return count
-
-
-def single(page: int, layout: str = "v4", cls: type = DeepSeekV4SingleKVPool) -> Any:
-    """One paged pool of 1,024 rows and two layers."""
-    return cls(1024, page, FP8, 448, 64, 2, "cpu", False, kv_layout=layout, global_page_size=256)
 
 
 @check
@@ -138,14 +104,6 @@ def an_indexer_of_another_head_size_is_refused() -> None:
         raise AssertionError("accepted")
 
 
-def state(ratio: int, ring: int, **fields: Any) -> Any:
-    """A compressor's state for 16 rings."""
-    defaults = {"overlap": ratio == 4, "head_dim": 512, "dtype": torch.float32, "request_scoped": ratio != 4}
-    return CompressStatePool(
-        size=16 * ring, ring_size=ring, device="cpu", enable_memory_saver=False, ratio=ratio, **(defaults | fields)
-    )
-
-
 @check
 def compressor_states() -> None:
     """fp32 and bf16 rings, and the online form; the sentinel row lies behind the last page a request owns."""
@@ -164,21 +122,6 @@ def compressor_states() -> None:
         assert cache.group == ("swa" if pool.ratio == 4 else "request")
         size = pool.kv_score_buffer.kv_score.untyped_storage().nbytes()
         assert declare([cache], version="0.5.23").storages[0].storage_bytes == size
-
-
-def classic(cls: type, dtype: torch.dtype, *, page: int = 64, **fields: Any) -> Any:
-    """A classic pool of 1,024 slots and two layers."""
-    return cls(
-        size=1024,
-        page_size=page,
-        dtype=dtype,
-        kv_lora_rank=512,
-        qk_rope_head_dim=64,
-        layer_num=2,
-        device="cpu",
-        enable_memory_saver=False,
-        **fields,
-    )
 
 
 @check
@@ -240,68 +183,6 @@ def unified_pools() -> None:
         c4 = manifest.find_pools("c4")[0]
         assert c4.layers[0].offset_bytes == pool.swa_pages * (512 if fp8 else 1024)
         assert c4.storage_of(c4.layers[0]) == ("layers.1.swa.nope" if fp8 else "layers.1.swa")
-
-
-@check
-def paged_host_pools() -> None:
-    """layer_first is padded pages; page_first and page_first_direct are slabs of all layers."""
-    device = single(64)
-    caches = read_pool(device)
-    for layout, policy, stride in (
-        ("layer_first", "aligned", 37_440),
-        ("page_first", "packed", 74_880),
-        ("page_first_direct", "packed", 74_880),
-    ):
-        host = DeepSeekV4PagedHostPool("c4", device.kv_buffer, 37_440, 8, 64, layout=layout, pin_memory=False)
-        mirrored = list(read_host_pool(host, caches))
-        assert views_share_memory(mirrored) == 2
-        assert [cache.layout.padding.policy for cache in mirrored] == [policy] * 2
-        assert mirrored[1].layout.page_stride_bytes == stride
-        assert live_findings(mirrored) == ()
-        pool = declare(mirrored, version="0.5.23").pools[0]
-        offsets = [layer.offset_bytes for layer in pool.layers]
-        assert offsets == ([0, 0] if layout == "layer_first" else [0, 37_440])
-
-
-@check
-def classic_host_pools() -> None:
-    """page_first keeps one row of every layer together, so its pages are single rows."""
-    device = classic(MLATokenToKVPool, torch.bfloat16)
-    caches = read_pool(device)
-    for layout, page_rows, stride in (
-        ("layer_first", 64, 73_728),
-        ("page_first", 1, 2_304),
-        ("page_first_direct", 64, 147_456),
-    ):
-        host = MLATokenToKVPoolHost(
-            device._mla_buffer_info(),
-            2.0,
-            0,
-            64,
-            layout,
-            pin_memory=False,
-            device_capacity_tokens=1024,
-            start_layer=0,
-            end_layer=2,
-            target_layer_num=2,
-        )
-        mirrored = list(read_host_pool(host, caches))
-        assert views_share_memory(mirrored) == 2
-        found = mirrored[1].layout
-        assert (found.page_rows, found.page_stride_bytes) == (page_rows, stride), layout
-
-
-@check
-def the_logical_host_pool_is_index_only() -> None:
-    """HiCache's anchor hands out slots and owns no byte."""
-    (cache,) = read_pool(LogicalHostPool(1024, 256))
-    assert (cache.layout.kind, cache.layout.payload_bytes, cache.layout.num_pages) == ("index_only", 0, 4)
-    try:
-        cache.view()
-    except KVBridgeError as error:
-        assert "got an index-only pool, expected a pool with a tensor" in str(error)
-    else:
-        raise AssertionError("an index-only pool gave a view")
 
 
 @check
@@ -391,24 +272,11 @@ def capture_of_a_live_pool_needs_no_import_of_its_class() -> None:
 
 
 def main() -> None:
-    """Runs every check."""
-    results = {}
+    """Runs every check; capture publishes server arguments of its own."""
+    out = Path(sys.argv[2])
     with published_arguments(device="cpu", kv_cache_dtype="auto"):
-        for name, function in CHECKS.items():
-            if name.startswith("capture_of_a_folder"):
-                continue
-            results[name] = attempt(function)
-    results["capture_of_a_folder"] = attempt(capture_of_a_folder)
-    Path(sys.argv[2]).write_text(json.dumps(results))
-
-
-def attempt(function: Callable[[], None]) -> str:
-    """Runs one check and returns its traceback, or nothing."""
-    try:
-        function()
-    except Exception:
-        return traceback.format_exc()
-    return ""
+        run_checks(out, [name for name in CHECKS if name != "capture_of_a_folder"])
+    run_checks(out, ["capture_of_a_folder"])
 
 
 if __name__ == "__main__":
