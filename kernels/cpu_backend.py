@@ -20,15 +20,14 @@ from kvbridge.kernels.errors import KernelError
 from kvbridge.kernels.plan import Mode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from kvbridge.kernels.arguments import Call, CallCache
     from kvbridge.kernels.caches import LseFormat
     from kvbridge.kernels.plan import Plan
 
 _HEAD = struct.Struct("<10q")
 _HEAD_AT = cpu.CallStructure.queries.offset
-_SLOTS = struct.Struct("<6q3i")
+_SLOTS = struct.Struct("<6q4i")
+_SLOTS_ONLY, _LENGTHS_ONLY = 1, 2
 _CACHE_BYTES = ctypes.sizeof(cpu.CacheStructure)
 _SLOTS_AT = tuple(
     cpu.CallStructure.cache.offset + index * _CACHE_BYTES + cpu.CacheStructure.slots.offset
@@ -40,8 +39,8 @@ def _check_offsets() -> None:
     """The packed stores rely on runs of fields that the structure keeps together."""
     if cpu.CallStructure.sink.offset != _HEAD_AT + _HEAD.size:
         raise KernelError("kvb_call: the fields from queries to lse_head_stride are no longer ten 8-byte words")
-    if cpu.CacheStructure.row_of_query_bits.offset + 4 != cpu.CacheStructure.slots.offset + _SLOTS.size:
-        raise KernelError("kvb_cache: the fields from slots to row_of_query_bits moved")
+    if cpu.CacheStructure.mapped.offset + 4 != cpu.CacheStructure.slots.offset + _SLOTS.size:
+        raise KernelError("kvb_cache: the fields from slots to mapped moved")
 
 
 _check_offsets()
@@ -105,9 +104,7 @@ class CpuBackend:
 class CpuRunner:
     """One bound call."""
 
-    __slots__ = ("_address", "_call", "_library", "_mapped", "_run", "_workspace", "launch", "structure")
-
-    launch: Callable[[], None]
+    __slots__ = ("_address", "_call", "_library", "_run", "_workspace", "structure")
 
     def __init__(
         self, library: cpu.Library, template: cpu.CallStructure, call: Call, workspace: torch.Tensor | None
@@ -129,8 +126,6 @@ class CpuRunner:
             entry.base, entry.num_pages = view.base_address, view.num_pages
             entry.page_rows, entry.page_stride_bytes = view.page_rows, view.page_stride_bytes
             entry.record = cpu.record_structure(cache.record, view.page_rows, cache.external_scale)
-        self._mapped = any(cache.slots_per_sequence != cache.lengths_per_sequence for cache in call.caches)
-        self.launch = self._launch_mapped if self._mapped else self._launch
         self.update(call)
 
     def update(self, call: Call) -> None:
@@ -156,35 +151,26 @@ class CpuRunner:
             lse_query,
             lse_head,
         )
-        if self._mapped:
-            return
-        sequences = call.sequence_of_query
         for cache, at in zip(call.caches, _SLOTS_AT, strict=False):
-            mapped = sequences if cache.slots_per_sequence else None
-            _pack_slots(structure, at, cache.slots, cache.lengths, mapped)
+            _pack_slots(structure, at, cache, call.sequence_of_query)
 
-    def _launch(self) -> None:
+    def launch(self) -> None:
+        """Runs the library on the structure."""
         code = self._run(self._address)
         if code:
             raise KernelError(f"cpu backend: {self._library.error(code)}")
 
-    def _launch_mapped(self) -> None:
-        """Slots and lengths of one cache count different things: what is per sequence is spread over the queries."""
-        call = self._call
-        spread = [_spread(call, cache) for cache in call.caches]
-        for (slots, lengths), at in zip(spread, _SLOTS_AT, strict=False):
-            _pack_slots(self.structure, at, slots, lengths, None)
-        self._launch()
-
 
 def _pack_slots(
-    structure: cpu.CallStructure,
-    at: int,
-    slots: torch.Tensor,
-    lengths: torch.Tensor | None,
-    row_of_query: torch.Tensor | None,
+    structure: cpu.CallStructure, at: int, cache: CallCache, sequence_of_query: torch.Tensor | None
 ) -> None:
+    slots, lengths = cache.slots, cache.lengths
     rows, width = slots.shape
+    mapped, row_of_query = 0, None
+    if cache.slots_per_sequence:
+        mapped, row_of_query = 0 if cache.lengths_per_sequence else _SLOTS_ONLY, sequence_of_query
+    elif cache.lengths_per_sequence and lengths is not None:
+        mapped, row_of_query, rows = _LENGTHS_ONLY, sequence_of_query, lengths.shape[0]
     _SLOTS.pack_into(
         structure,
         at,
@@ -197,26 +183,8 @@ def _pack_slots(
         INDEX_BITS[slots.dtype],
         0 if lengths is None else INDEX_BITS[lengths.dtype],
         0 if row_of_query is None else INDEX_BITS[row_of_query.dtype],
+        mapped,
     )
-
-
-def _spread(call: Call, cache: CallCache) -> tuple[torch.Tensor, torch.Tensor | None]:
-    slots, lengths, sequences = cache.slots, cache.lengths, call.sequence_of_query
-    if sequences is None or not (cache.slots_per_sequence or cache.lengths_per_sequence):
-        return slots, lengths
-    wide = sequences.long()
-    rows = len(slots) if cache.slots_per_sequence or lengths is None else len(lengths)
-    inside = (wide >= 0) & (wide < rows)
-    if not bool(inside.any()):
-        return slots[:0].new_zeros(call.queries, 0), None
-    known = torch.where(inside, wide, 0)
-    if cache.slots_per_sequence:
-        slots = slots[known]
-    if lengths is None:
-        lengths = torch.full((call.queries,), slots.shape[1])
-    elif cache.lengths_per_sequence:
-        lengths = lengths[known]
-    return slots, torch.where(inside, lengths, 0)
 
 
 def _lse_flags(form: LseFormat) -> cpu.Flag:

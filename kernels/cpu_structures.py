@@ -16,7 +16,7 @@ from typing import Any
 
 from kvbridge.records import Encoding, ScaleRule, get_record
 
-ABI = 1
+ABI = 2
 MAX_CACHES = 3
 
 
@@ -68,7 +68,7 @@ class CacheStructure(ctypes.Structure):
         ("record", RecordStructure),
         *_fields(
             "p:slots l:slots_stride p:lengths p:row_of_query l:rows l:width"
-            " i:slots_bits i:lengths_bits i:row_of_query_bits i:reserved"
+            " i:slots_bits i:lengths_bits i:row_of_query_bits i:mapped"
         ),
     ]
 

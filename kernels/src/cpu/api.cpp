@@ -4,6 +4,9 @@
 //
 // Cutting heads never changes bits: every head's arithmetic is independent of its neighbours. Cutting slots does, so
 // it depends on counts and threads alone and is left out on request.
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
 #include "machine.h"
 
 namespace {
@@ -27,7 +30,7 @@ int check_cache(const kvb_cache& c, int32_t d_qk) {
   if (c.num_pages < 0 || c.page_rows <= 0 || __builtin_mul_overflow(c.num_pages, c.page_rows, &capacity)) return KVB_ERROR_PAGES;
   const bool bits = (c.slots_bits == 32 || c.slots_bits == 64) && (!c.lengths || c.lengths_bits == 32 || c.lengths_bits == 64) &&
                     (!c.row_of_query || c.row_of_query_bits == 32 || c.row_of_query_bits == 64);
-  if (!bits || c.width < 0 || c.rows < 0) return KVB_ERROR_SLOTS;
+  if (!bits || c.width < 0 || c.rows < 0 || c.mapped < 0 || c.mapped > 2) return KVB_ERROR_SLOTS;
   if ((!c.slots && c.width > 0 && c.rows > 0) || (!c.base && capacity > 0)) return KVB_ERROR_POINTER;
   return KVB_OK;
 }
@@ -78,6 +81,18 @@ Cut cut(const kvb_call* call, const Path* path) {
   return best;
 }
 
+// Rounding to nearest and kept denormals while this thread works, whatever the engine has set for its own threads: the
+// same bits on every thread.
+struct PlainArithmetic {
+#if defined(__x86_64__)
+  unsigned saved = _mm_getcsr();
+  PlainArithmetic() { _mm_setcsr(0x1f80); }
+  ~PlainArithmetic() { _mm_setcsr(saved); }
+#else
+  ~PlainArithmetic() {}
+#endif
+};
+
 struct Job {
   const kvb_call* call;
   const Path* path;
@@ -108,6 +123,7 @@ bool take(Job* job, Item* item) {
 
 void work(void* context) {
   Job* job = static_cast<Job*>(context);
+  const PlainArithmetic plain;
   void* scratch = kvb_scratch(job->path->scratch_bytes(job->call, job->cut.group_heads));
   if (!scratch) { __atomic_store_n(&job->error, KVB_ERROR_MEMORY, __ATOMIC_RELAXED); return; }
   // With many items to come a thread takes one ahead, to fetch its rows from memory meanwhile.
@@ -132,6 +148,7 @@ void work(void* context) {
 
 void merge(void* context) {
   Job* job = static_cast<Job*>(context);
+  const PlainArithmetic plain;
   const int32_t units = job->cut.group_heads / 16;
   for (int64_t i; (i = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED)) < job->items;) {
     const int64_t query = i / (job->cut.groups * units), rest = i - query * job->cut.groups * units;

@@ -16,7 +16,7 @@
 #pragma once
 #include <stdint.h>
 
-#define KVB_CPU_ABI 1
+#define KVB_CPU_ABI 2
 #define KVB_CPU_MAX_CACHES 3
 #define KVB_CPU_MAX_HEADS 128
 
@@ -67,12 +67,12 @@ typedef struct kvb_cache {
   int64_t slots_stride;          // elements between two rows of slots
   const void* lengths;           // [rows], int32 or int64, or null: every row has `width` positions
   const void* row_of_query;      // [queries], int32 or int64, or null: row = query
-  int64_t rows;                  // rows of slots and lengths; a row_of_query outside 0..rows-1 gives no slot
+  int64_t rows;                  // rows of what the map selects; a row_of_query outside 0..rows-1 gives no slot
   int64_t width;                 // slots a row
   int32_t slots_bits;            // 32 or 64
   int32_t lengths_bits;
   int32_t row_of_query_bits;
-  int32_t reserved;
+  int32_t mapped;                // what row_of_query selects rows of: 0 slots and lengths, 1 slots only, 2 lengths only
 } kvb_cache;
 
 typedef struct kvb_call {

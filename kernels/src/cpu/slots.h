@@ -31,10 +31,10 @@ struct Walk {
     position = length = row = 0;
     int64_t r = c.row_of_query ? read_index(c.row_of_query, c.row_of_query_bits, query) : query;
     if (r < 0 || r >= c.rows) return;
-    row = r * c.slots_stride;
+    row = (c.mapped == 2 ? query : r) * c.slots_stride;
     length = c.width;
     if (c.lengths) {
-      int64_t n = read_index(c.lengths, c.lengths_bits, r);
+      int64_t n = read_index(c.lengths, c.lengths_bits, c.mapped == 1 ? query : r);
       length = n < 0 ? 0 : n < length ? n : length;
     }
     capacity = static_cast<uint64_t>(c.num_pages) * static_cast<uint64_t>(c.page_rows);
