@@ -132,7 +132,6 @@ def _field_differences(a: Manifest, b: Manifest) -> Iterator[FieldDifference]:
         ("engine.name", a.engine.name, b.engine.name, "nothing by itself: pools are compared", False),
         ("engine.version", a.engine.version, b.engine.version, "nothing by itself: pools are compared", False),
         ("model", a.model, b.model, "other weights wrote the values", None not in (a.model, b.model)),
-        ("origin", a.origin, b.origin, "a plan may differ from what the engine allocates", False),
     ]
     for axis, consequence in (
         ("tensor_parallel", "nothing: MLA caches are whole on every rank"),

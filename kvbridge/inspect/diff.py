@@ -1,6 +1,6 @@
 """`diff`: every field in which two manifests differ, the first address that differs, what breaks, what could be copied.
 
-    diff captured.json vllm:deepseek-v4-flash          a file against a plan
+    diff captured.json config.json                     a file against the plan with the file's engine and options
     diff vllm@0.32.0:deepseek-v3 sglang:deepseek-v3    two plans; ENGINE: or ENGINE@VERSION: in front of a SOURCE
 
 JSON: {"schema_version", "same", "a", "b", "relation", "differences", "pools"}. Exit code 1 for any difference.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvbridge.documents import DeclaredManifest
@@ -18,9 +19,10 @@ from kvbridge.engine import OptionValue, engine_names, load_engine
 from kvbridge.inspect.check import Limit, report
 from kvbridge.inspect.command import Exit, Parser, UsageError, add_format, add_no_color
 from kvbridge.inspect.options import ENGINE_OPTION, parse_assignments, split_engine_options
-from kvbridge.inspect.sources import SourceManifest, load
+from kvbridge.inspect.sources import SourceManifest, find_source, load_found
 from kvbridge.inspect.terminal import Cell, Terminal, emit, printable
 from kvbridge.manifest import SCHEMA_VERSION, Manifest
+from kvbridge.models import ModelConfig
 
 if TYPE_CHECKING:
     from kvbridge.diff import FieldDifference, ManifestDiff, PoolDiff
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 SUMMARY = "Every field in which two manifests differ: both values, first byte that differs, what breaks, copy unit."
 EXAMPLES = (
     "diff vllm:deepseek-v4-flash sglang:deepseek-v4-flash",
-    "diff captured.json vllm:deepseek-v4-flash",
+    "diff captured.json config.json",
     "diff vllm@0.32.0:deepseek-v4.1-flash vllm@0.33.0:deepseek-v4.1-flash",
     "diff prefill.json decode.json --format json",
 )
@@ -61,8 +63,10 @@ def run(arguments: Namespace, terminal: Terminal) -> Exit:
 
     if arguments.a == arguments.b == "-":
         raise UsageError("B: got '-' twice, expected one side on stdin")
+    places = {name: _place(name, getattr(arguments, name)) for name in ("a", "b")}
+    made = [side for place in places.values() for side in place.made]
     used: set[str] = set()
-    sides = [_side(name, getattr(arguments, name), arguments.given_options, used) for name in ("a", "b")]
+    sides = [_side(name, place, arguments.given_options, used, made) for name, place in places.items()]
     unused = sorted(set(arguments.given_options) - used)
     if unused:
         raise UsageError(f"option {unused[0]}: got an option that no planned side has, expected one of its engine")
@@ -80,21 +84,64 @@ def run(arguments: Namespace, terminal: Terminal) -> Exit:
     return Exit.CLEAN if difference.is_same else Exit.FINDINGS
 
 
-def _side(name: str, text: str, options: Mapping[str, OptionValue], used: set[str]) -> SourceManifest:
-    """One side: its source, read or planned."""
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where one side comes from.
+
+    Attributes:
+        text: As given.
+        engine: The engine in front; empty for none.
+        version: Its version; None for none.
+        source: The rest.
+        found: A model to plan for, or manifests that are already made.
+    """
+
+    text: str
+    engine: str
+    version: str | None
+    source: str
+    found: ModelConfig | tuple[SourceManifest, ...]
+
+    @property
+    def made(self) -> tuple[SourceManifest, ...]:
+        """The manifests; empty for a model."""
+        return self.found if isinstance(self.found, tuple) else ()
+
+
+def _place(name: str, text: str) -> _Place:
     prefix, colon, source = text.partition(":")
     engine, at, version = prefix.partition("@")
     if not colon or engine not in engine_names():
         engine, at, source = "", "", text
     if engine and not source:
         raise UsageError(f"{name.upper()}: got {text!r}, expected a SOURCE behind {prefix}:")
-    known = {option.name for option in load_engine(engine).options} if engine and options else set()
+    return _Place(text, engine, version if at else None, source, find_source(source))
+
+
+def _side(
+    name: str,
+    place: _Place,
+    options: Mapping[str, OptionValue],
+    used: set[str],
+    made: list[SourceManifest],
+) -> SourceManifest:
+    """One side, read or planned. A plan beside one made manifest takes over its engine, version and options."""
+    engine, version = place.engine, place.version
+    taken: dict[str, OptionValue] = {}
+    if not place.made and len(made) == 1 and engine in ("", made[0].manifest.engine.name):
+        stated = made[0].manifest
+        engine, version = stated.engine.name, version or stated.engine.version
+        taken = {option: value for option, value in stated.options.items() if value is not None}
+    known = {option.name for option in load_engine(engine).options} if engine and (options or taken) else set()
     mine = {option: value for option, value in options.items() if option in known}
     used.update(mine)
-    found = load(source, engine=engine or None, version=version if at else None, options=mine).manifests
+    given = {option: value for option, value in taken.items() if option in known} | mine
+    found = load_found(place.found, place.source, engine=engine or None, version=version, options=given).manifests
     if len(found) != 1:
         engines = ", ".join(entry.manifest.engine.name for entry in found)
-        raise UsageError(f"{name.upper()}: got {len(found)} manifests in {text!r} ({engines}), expected ENGINE:{text}")
+        raise UsageError(
+            f"{name.upper()}: got {len(found)} manifests in {place.text!r} ({engines}), expected ENGINE:{place.text}"
+        )
     return found[0]
 
 

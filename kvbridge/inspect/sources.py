@@ -146,8 +146,27 @@ def load(
     memory_bytes: int | None = None,
 ) -> Source:
     """As `load_source`, from plain values."""
+    return load_found(
+        find_source(source or DEFAULT_MODEL),
+        source,
+        engine=engine,
+        version=version,
+        options=options,
+        memory_bytes=memory_bytes,
+    )
+
+
+def load_found(
+    found: ModelConfig | tuple[SourceManifest, ...],
+    source: str | None,
+    *,
+    engine: str | None = None,
+    version: str | None = None,
+    options: Mapping[str, OptionValue] | None = None,
+    memory_bytes: int | None = None,
+) -> Source:
+    """Plans a model that `find_source` found, or picks from the manifests that it read."""
     given = dict(options or {})
-    found = _find(source or DEFAULT_MODEL)
     if isinstance(found, ModelConfig):
         layers = max(found.num_layers, found.num_draft_layers, len(found.compress_ratios))
         if layers > MAX_LAYERS:
@@ -167,7 +186,8 @@ def load(
     return Source(manifests)
 
 
-def _find(source: str) -> ModelConfig | tuple[SourceManifest, ...]:
+def find_source(source: str) -> ModelConfig | tuple[SourceManifest, ...]:
+    """Reads a source: a model to plan for, or manifests that are already made."""
     if source.lower() in model_names():
         return load_model(source)
     path = Path(source)

@@ -130,3 +130,23 @@ def test_sarif_levels(tmp_path: Path) -> None:
     results = call("diff", a, b, "--format", "sarif").json["runs"][0]["results"]
     assert {entry["ruleId"] for entry in results} == {"peer-mismatch"}
     assert "error" in {entry["level"] for entry in results}
+
+
+CAPTURED = Path(__file__).resolve().parents[1] / "engines" / "vllm" / "tiny_dsv4" / "captured.json"
+
+
+def test_a_plan_takes_version_and_options_from_the_captured_manifest_beside_it() -> None:
+    """A live vLLM engine's manifest against the plan of its own config.json: no difference, in either order."""
+    for sides in ((CAPTURED, CAPTURED.parent), (CAPTURED.parent, CAPTURED)):
+        outcome = call("diff", *map(str, sides), "--format", "json")
+        assert outcome.code == 0, outcome.out
+        document = outcome.json
+        assert document["same"] is True
+        assert {document[side]["origin"] for side in "ab"} == {"captured", "planned"}
+        assert {document[side]["engine"]["version"] for side in "ab"} == {"0.32.0"}
+
+
+def test_a_given_option_wins_over_the_captured_one() -> None:
+    outcome = call("diff", str(CAPTURED), str(CAPTURED.parent), "--num-gpu-blocks-override", "700", "--format", "json")
+    assert outcome.code == 1
+    assert "num-gpu-blocks-override" in outcome.out
