@@ -9,7 +9,7 @@ to answer at once. So planners, whose values this package computed, use `built`;
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import Enum, EnumType
 from typing import Any, Self, cast
 
 from pydantic import BaseModel, ConfigDict
@@ -28,14 +28,17 @@ class Frozen(BaseModel):
             **fields: As in the constructor.
 
         Raises:
-            TypeError: A field is unknown or missing, or a number is no integer.
+            TypeError: A field is unknown or missing, a number is no integer, or a choice is a bare text.
         """
         known = cls.model_fields
         for name, value in fields.items():
             if name not in known:
                 raise TypeError(f"{cls.__name__}.{name}: got an unknown field, expected one of {sorted(known)}")
-            if isinstance(value, float):
+            if isinstance(value, float | bool):
                 raise TypeError(f"{cls.__name__}.{name}: got {value!r}, expected an integer")
+            kind = known[name].annotation
+            if isinstance(kind, EnumType) and not isinstance(value, kind):
+                raise TypeError(f"{cls.__name__}.{name}: got {value!r}, expected a {kind.__name__}")
         for name, field in known.items():
             if name not in fields and field.is_required():
                 raise TypeError(f"{cls.__name__}.{name}: got nothing, expected a value")

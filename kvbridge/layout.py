@@ -146,6 +146,7 @@ class PageLayout(DeclaredLayout):
         policy: PaddingPolicy | str = PaddingPolicy.EXACT,
         alignment: int | None = None,
         page_stride_bytes: int | None = None,
+        kind: PoolKind | str = PoolKind.PAGED,
         plane: str | None = None,
         **fields: Any,
     ) -> Self:
@@ -157,6 +158,7 @@ class PageLayout(DeclaredLayout):
             policy: Padding policy.
             alignment: Bytes to round a page up to.
             page_stride_bytes: Slab stride; required for `packed`, implied otherwise.
+            kind: How the pool is addressed.
             plane: Plane name, for records with several.
             **fields: Further fields of `PageLayout`.
 
@@ -176,6 +178,7 @@ class PageLayout(DeclaredLayout):
             page_bytes=page_bytes,
             page_stride_bytes=page_bytes if page_stride_bytes is None else page_stride_bytes,
             padding=Padding.built(policy=PaddingPolicy(policy), alignment=alignment),
+            kind=PoolKind(kind),
             plane=plane,
             **fields,
         )

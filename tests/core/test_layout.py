@@ -24,7 +24,7 @@ from kvbridge.errors import (
     SlotError,
     TokensPerRowError,
 )
-from kvbridge.layout import DeclaredLayout, Padding, PageLayout, violations
+from kvbridge.layout import DeclaredLayout, Padding, PaddingPolicy, PageLayout, PoolKind, violations
 
 V4_64: dict[str, Any] = {
     "record": "v4",
@@ -166,6 +166,29 @@ def test_every_contradiction_is_reported() -> None:
 def test_counts_are_integers(value: object) -> None:
     with pytest.raises(ValidationError):
         PageLayout(**{**V4_64, "page_rows": value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("num_pages", 3.0, r"PageLayout.num_pages: got 3.0, expected an integer"),
+        ("reserved_pages", True, r"PageLayout.reserved_pages: got True, expected an integer"),
+        ("block_size", 64, r"PageLayout.block_size: got an unknown field, expected one of \['dtype', "),
+    ],
+)
+def test_fields_of_the_short_form(field: str, value: object, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        PageLayout.for_rows("v4", page_rows=64, **{field: value})
+
+
+def test_kinds_and_policies_may_be_texts() -> None:
+    layout = PageLayout.for_rows("dsa", page_rows=64, policy="exact", kind="token_granular")
+    assert (layout.kind, layout.padding.policy) == (PoolKind.TOKEN_GRANULAR, PaddingPolicy.EXACT)
+    assert isinstance(layout.kind, PoolKind)
+    with pytest.raises(ValueError, match="'slots' is not a valid PoolKind"):
+        PageLayout.for_rows("dsa", page_rows=64, kind="slots")
+    with pytest.raises(TypeError, match=r"PageLayout.kind: got 'paged', expected a PoolKind"):
+        PageLayout.built(**{**dict(layout), "kind": "paged"})
 
 
 def test_unknown_fields_are_refused() -> None:
