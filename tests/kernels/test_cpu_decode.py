@@ -229,6 +229,20 @@ def test_lse_options(path: cpu.Path) -> None:
     assert torch.equal(lse, sink.expand(2, 8))
 
 
+def test_flushing_of_denormals_changes_nothing(path: cpu.Path) -> None:
+    """An engine may flush denormals in its own thread; the bits must stay those of the other threads."""
+    cache = make_cache("v41", page_rows=64, num_pages=1)
+    cache.region("scales")[:] = 6  # values around 2**-121: many below the smallest normal fp32 and bf16
+    q, picked = queries(1, 8), torch.tensor([[5, 9]])
+    plain, lse = decode(LIBRARY, path, q, [(cache, picked, None)], dtype=torch.float32)
+    assert torch.set_flush_denormal(True), "this processor cannot flush denormals"
+    try:
+        flushed, flushed_lse = decode(LIBRARY, path, q, [(cache, picked, None)], dtype=torch.float32)
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(plain.view(torch.int32), flushed.view(torch.int32)) and torch.equal(lse, flushed_lse)
+
+
 def test_duplicates_count_twice(path: cpu.Path) -> None:
     cache = make_cache("v4", page_rows=64, num_pages=2)
     q, picked = queries(1, 8), slots(1, 50, 128)
