@@ -20,7 +20,7 @@ enum {
   kInvalidContext = 201, kNoBinary = 209, kInvalidHandle = 400, kNotFound = 500, kNotSupported = 801,
   kCaptureUnsupported = 900,
 };
-enum { kMaxDevices = 8, kMaxModules = 256, kMaxKernels = 8, kMaxStack = 16, kMaxCaptures = 8, kKept = 64, kMaxBytes = 4096 };
+enum { kMaxDevices = 8, kMaxModules = 256, kMaxKernels = 32, kMaxStack = 16, kMaxCaptures = 8, kKept = 64, kMaxBytes = 4096 };
 enum { kPlainShared = 49152, kEiattrMaxThreads = 0x05, kEiattrParamCbank = 0x0a, kEiattrKparamInfo = 0x17 };
 
 typedef struct { int device, retained; } Context;
