@@ -14,6 +14,12 @@ from typing import Any
 Document = Mapping[str, Any]
 Section = tuple[str, list[dict[str, Any]]]
 
+_COLUMNS = (
+    *("name", "engine", "record", "pair", "call", "control", "request", "figure", "part", "layer", "pool", "calls"),
+    *("found", "tokens", "equal_until", "shape", "median_relative_rms", "relative_rms", "worst_row_rms", "max_abs"),
+    *("call_bound", "page_rows", "payload_bytes", "page_stride_bytes", "offset_bytes", "gap_there", "ok"),
+)
+"""Order of columns; others stand in the middle."""
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:76rem;margin:2rem auto;padding:0 1rem;color:#1c2430;background:#fff}
 h1{font-size:1.5rem}h2{font-size:1.1rem;margin:1.8rem 0 .4rem}
@@ -86,10 +92,15 @@ def render_html(document: Document) -> str:
     return "\n".join([*parts, "</body></html>", ""])
 
 
-def _only(rows: Sequence[Mapping[str, Any]], drop: Sequence[str] = ()) -> list[dict[str, Any]]:
+def _only(rows: object, drop: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Rows with equal columns in a fixed order, whatever order a JSON file had; named rows get their name first."""
+    if isinstance(rows, Mapping) and all(isinstance(row, Mapping) for row in rows.values()):
+        rows = [{"name": name, **row} for name, row in rows.items()]
     if not isinstance(rows, (list, tuple)) or not all(isinstance(row, Mapping) for row in rows):
         return []
-    return [{name: value for name, value in row.items() if name not in drop} for row in rows]
+    names = dict.fromkeys(name for row in rows for name in row if name not in drop)
+    ordered = sorted(names, key=lambda name: _COLUMNS.index(name) if name in _COLUMNS else len(_COLUMNS) // 2)
+    return [{name: row.get(name) for name in ordered} for row in rows]
 
 
 def _verdict(ok: object) -> str:

@@ -4,9 +4,9 @@
                                  ^ the one name that is replaced; the sink's address says which layer is calling
     window page  |64 x 576 data|64 x 8 scales|  C4 page  the same  |  C128 page  |2 x 576|2 x 8|     one block each
 
-KVBRIDGE_VLLM_KERNEL=off|compare|on|require. Views are bound when vLLM allocates its caches, plans and the compiled
+KVBRIDGE_DECODE=off|compare|on|force. Views are bound when vLLM allocates its caches, plans and the compiled
 kernel made ready then as well; a call costs one look-up and the checks of its fresh tensors. What the kernel cannot
-serve stays with vLLM, all layers of it, with one line in the log; `require` stops the start instead. Prefill and decode
+serve stays with vLLM, all layers of it, with one line in the log; `force` stops the start instead. Prefill and decode
 are the same call on this platform. Source: vLLM 0.32.0 and 0.33.0 models/deepseek_v4/cpu/cpu_sparse.py (forward_mqa).
 """
 
@@ -208,11 +208,11 @@ def take_over(allocation: Allocation, mode: KernelMode, observer: Observer | Non
 
     Args:
         allocation: What vLLM allocated.
-        mode: `on` and `compare` leave what cannot be served to vLLM; `require` does not start.
+        mode: `on` and `compare` leave what cannot be served to vLLM; `force` does not start.
         observer: Gets every call; None lets the kernel serve.
 
     Raises:
-        EngineError: The mode is `require` and the kernel cannot serve this model.
+        EngineError: The mode is `force` and the kernel cannot serve this model.
     """
     DECODER.uninstall()
     try:
@@ -230,14 +230,14 @@ def refuse(mode: KernelMode, refusal: Exception) -> None:
     """Leaves a model to vLLM's own kernel, with one line in the log that says why.
 
     Args:
-        mode: `require` does not start.
+        mode: `force` does not start.
         refusal: Why; a fault of kvbridge's own is logged with its traceback.
 
     Raises:
-        EngineError: The mode is `require`.
+        EngineError: The mode is `force`.
     """
     reason = f"{refusal}" if isinstance(refusal, KVBridgeError) else f"{type(refusal).__name__}: {refusal}"
-    if mode is KernelMode.REQUIRE:
+    if mode is KernelMode.FORCE:
         raise EngineError(
             f"kvbridge: kernel {mode.value}: the kernel cannot serve, so vLLM does not start: {reason}"
         ) from refusal

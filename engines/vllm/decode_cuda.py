@@ -73,7 +73,7 @@ def served_class(chosen: type, vllm_config: Any, mode: KernelMode) -> type:
     """The class to build instead of the chosen one: its subclass, or itself where the kernel cannot serve it.
 
     Raises:
-        EngineError: The mode is `require` and the kernel cannot serve.
+        EngineError: The mode is `force` and the kernel cannot serve.
     """
     from kvbridge.kernels import mla
 
@@ -82,7 +82,7 @@ def served_class(chosen: type, vllm_config: Any, mode: KernelMode) -> type:
         if chosen is not getattr(module, ATTENTION):
             raise EngineError(f"attention class: got {chosen.__name__}, expected {ATTENTION}")
         if mode is KernelMode.COMPARE:
-            raise EngineError("mode: got compare, expected on or require on a GPU: prefill and decode differ there")
+            raise EngineError("mode: got compare, expected on or force on a GPU: prefill and decode differ there")
         for caps in caps_of(vllm_config):
             choice = mla.explain(mla.plan(caps), device="cuda")
     except Exception as refusal:

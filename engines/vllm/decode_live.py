@@ -70,7 +70,7 @@ class LiveEngine:
 
         def observed(allocation: Allocation) -> None:
             self.allocation = allocation
-            take_over(allocation, KernelMode.REQUIRE, self.comparison)
+            take_over(allocation, KernelMode.FORCE, self.comparison)
 
         self._undo = after_allocation(observed)
         from vllm import LLM

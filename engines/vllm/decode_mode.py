@@ -1,9 +1,9 @@
 """How the kernel is switched on in vLLM: a variable of the environment that every worker reads at its start.
 
-    KVBRIDGE_VLLM_KERNEL=off       nothing of vLLM is touched (the default)
-                         compare   both kernels run, vLLM's output is kept, the differences are recorded
-                         on        kvbridge's kernel serves what it can; the rest stays with vLLM, one line says why
-                         require   as `on`, but vLLM does not start where the kernel cannot serve
+    KVBRIDGE_DECODE=off       nothing of vLLM is touched (the default)
+                    compare   both kernels run, vLLM's output is kept, the differences are recorded
+                    on        kvbridge's kernel serves what it can; the rest stays with vLLM, one line says why
+                    force     as `on`, but vLLM does not start where the kernel cannot serve
     KVBRIDGE_COMPARE_DIR=DIR       `compare` writes DIR/vllm-pp0-tp0-calls.jsonl, a line for each call
 
 A KV connector's own config may say the same: kv_connector_extra_config={"kernel": "on", "compare_dir": DIR}.
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-KERNEL_VARIABLE = "KVBRIDGE_VLLM_KERNEL"
+KERNEL_VARIABLE = "KVBRIDGE_DECODE"
 COMPARE_VARIABLE = "KVBRIDGE_COMPARE_DIR"
 
 
@@ -28,7 +28,7 @@ class KernelMode(StrEnum):
     OFF = "off"
     COMPARE = "compare"
     ON = "on"
-    REQUIRE = "require"
+    FORCE = "force"
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,6 +132,8 @@ def control(engine: LiveEngine, name: str) -> Control:
 
 def measure_times(engine: LiveEngine) -> dict[str, float]:
     """Times both kernels in one prefill and its decode steps, and the host code around kvbridge's."""
+    from kvbridge.kernels import cpu
+
     clock = kernel_clock()
     engine.comparison.repeats, engine.comparison.clock = 3, clock
     last: dict[str, Call] = {}
@@ -157,6 +159,7 @@ def measure_times(engine: LiveEngine) -> dict[str, float]:
     step = (clock() - start - first) / 16
     call = statistics.median(row.seconds["kvbridge"] for row in decode)
     return figures | {
+        "amx": float(cpu.Path.AMX in cpu.load().usable),
         "host_microseconds_per_call": host * 1e6,
         "host_share_of_decode_call": host / call,
         "host_share_of_layer_step": host / (step / LAYERS),

@@ -20,6 +20,14 @@ if TYPE_CHECKING:
     from kvbridge.engines.vllm.live import Allocation
 
 log = logging.getLogger("vllm.kvbridge")
+PATCHED = (
+    ("torch.ops._C", "flash_mla_with_kvcache_cpu"),
+    ("vllm.v1.worker.utils", "allocate_kv_cache"),
+    ("vllm.v1.worker.gpu_model_runner", "allocate_kv_cache"),
+    ("vllm.v1.worker.gpu.attn_utils", "allocate_kv_cache"),
+    ("vllm.models.deepseek_v4.nvidia.model", "_select_dsv4_attn_cls"),
+)
+"""Every name of vLLM that may be replaced, by module; none of them is while the mode is `off`."""
 _undo: list[Callable[[], None]] = []
 
 
@@ -51,7 +59,7 @@ def serve(allocation: Allocation, switch: KernelSwitch) -> None:
     """Binds an allocation's layers; on a GPU the attention class was chosen before and there is nothing to do.
 
     Raises:
-        EngineError: The mode is `require` and the kernel cannot serve.
+        EngineError: The mode is `force` and the kernel cannot serve.
     """
     from kvbridge.engines.vllm.decode import take_over
     from kvbridge.engines.vllm.live import device_arch

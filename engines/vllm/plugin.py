@@ -3,7 +3,7 @@
     register() in main, engine core and every worker -> allocate_kv_cache wrapped
       worker allocates -> manifest written, audited, one line in the log -> StartupAuditError under `error`
 
-Switched on by KVBRIDGE_MANIFEST_DIR or KVBRIDGE_AUDIT (kvbridge/startup.py), and by KVBRIDGE_VLLM_KERNEL for the kernel
+Switched on by KVBRIDGE_MANIFEST_DIR or KVBRIDGE_AUDIT (kvbridge/startup.py), and by KVBRIDGE_DECODE for the kernel
 (decode_mode.py); off, nothing of vLLM is touched or imported. Source: vLLM 0.32.0 plugins/__init__.py,
 v1/engine/core.py, v1/worker/worker_base.py.
 """
