@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -52,7 +53,14 @@ def measure(rounds: int) -> dict[str, float]:
     mock.keep(False)
     caches, q, out, lse = scenario.caches, scenario.q, scenario.out, scenario.lse
     slots, lengths = [cache.slots for cache in caches], [cache.lengths for cache in caches]
-    arguments = {"q": q, "caches": caches, "out": out, "scale": scenario.scale, "sink": scenario.sink, "lse": lse}
+    arguments: dict[str, Any] = {
+        "q": q,
+        "caches": caches,
+        "out": out,
+        "scale": scenario.scale,
+        "sink": scenario.sink,
+        "lse": lse,
+    }
     bound = mla.bind(prepared, **arguments)
     ways: dict[str, Callable[[], object]] = {
         "bound": bound.run,

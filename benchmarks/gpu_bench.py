@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -112,7 +114,7 @@ def plain_torch(data: Data, rows: list[torch.Tensor]) -> list[Callable[[], objec
         weights = torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]
         data.out.copy_(torch.matmul(weights.to(torch.bfloat16), keys))
 
-    return [lambda slots=slots: call(slots) for slots in data.sets]
+    return [partial(call, slots) for slots in data.sets]
 
 
 def load_flashmla() -> tuple[str, Any, dict[str, object]] | str:
@@ -163,14 +165,14 @@ def flashmla(data: Data, module: Any, extra: dict[str, object], *, keep_schedule
         )
         data.out.copy_(out[:, 0, :heads])
 
-    return [lambda slots=slots: call(slots) for slots in data.sets]
+    return [partial(call, slots) for slots in data.sets]
 
 
 def error_of(data: Data, call: Callable[[], object]) -> float:
     """Relative RMS of some queries of the first set against float64 on the dequantised rows."""
     data.out.fill_(float("nan"))
     call()
-    picked = torch.linspace(0, len(data.q) - 1, min(CHECKED_QUERIES, len(data.q))).long().unique().tolist()
+    picked = sorted(set(torch.linspace(0, len(data.q) - 1, CHECKED_QUERIES).long().tolist()))
     wrong = size = 0.0
     for query in picked:
         rows = [gather_rows(view, each[query].long()) for view, each in zip(data.views, data.sets[0], strict=True)]
@@ -179,7 +181,7 @@ def error_of(data: Data, call: Callable[[], object]) -> float:
         expected = torch.softmax(scores, dim=-1)[:, :-1] @ keys
         wrong += (data.out[query].double() - expected).square().sum().item()
         size += expected.square().sum().item()
-    return (wrong / size) ** 0.5 if size else float("inf")
+    return math.sqrt(wrong / size) if size else math.inf
 
 
 def microseconds(calls: list[Callable[[], object]], device: torch.device, *, replays: int) -> float:
@@ -196,14 +198,14 @@ def microseconds(calls: list[Callable[[], object]], device: torch.device, *, rep
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    taken = []
+    taken: list[float] = []
     for _ in range(replays + 3):
-        start_event, end_event = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start_event.record()
+        events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+        events[0].record()
         graph.replay()
-        end_event.record()
+        events[1].record()
         torch.cuda.synchronize()
-        taken.append(start_event.elapsed_time(end_event) * 1000 / len(calls))
+        taken.append(events[0].elapsed_time(events[1]) * 1000 / len(calls))
     return sorted(taken[3:])[replays // 2]
 
 

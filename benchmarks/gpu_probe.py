@@ -115,14 +115,14 @@ class Probe:
         work()
         if self.dry:
             return None
-        taken = []
+        taken: list[float] = []
         for _ in range(repeats):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
+            events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+            events[0].record()
             work()
-            end.record()
+            events[1].record()
             torch.cuda.synchronize()
-            taken.append(start.elapsed_time(end) / 1000)
+            taken.append(events[0].elapsed_time(events[1]) / 1000)
         return sorted(taken)[len(taken) // 2]
 
 

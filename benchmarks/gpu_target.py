@@ -23,8 +23,8 @@ def moved(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Everything the storage holds, in the tensor's dtype."""
-    storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, (storage.nbytes() // tensor.element_size(),))
+    size = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return tensor.as_strided((size,), (1,), 0)
 
 
 def device_target(backend: str, *, device: str = "cuda") -> Target:
@@ -62,17 +62,12 @@ def device_target(backend: str, *, device: str = "cuda") -> Target:
             lse_format=scenario.lse_format,
             sequence_of_query=None if sequences is None else moved(sequences, prepared.device),
         )
-        whole(scenario.out).copy_(_whole_on_device(out))
+        whole(scenario.out).copy_(whole(out))
         if lse is not None and placed_lse is not None:
-            whole(lse).copy_(_whole_on_device(placed_lse))
+            whole(lse).copy_(whole(placed_lse))
 
     traits = Traits(records=tuple(FORMATS), batch_invariant=True, nan_codes="480")
     return Target(name=f"{backend} on {device}", decode=decode, traits=traits)
-
-
-def _whole_on_device(tensor: torch.Tensor) -> torch.Tensor:
-    size = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return tensor.as_strided((size,), (1,), 0)
 
 
 TARGET = device_target("cuda")

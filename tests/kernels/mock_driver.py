@@ -19,8 +19,8 @@ import torch
 
 from kvbridge.kernels import mla, private_cache
 from kvbridge.kernels.backends import Choice
-from kvbridge.kernels.cuda_arguments import DecodeArguments
-from kvbridge.kernels.cuda_backend import CudaBackend, Switches
+from kvbridge.kernels.cuda_arguments import DecodeArguments, Switches
+from kvbridge.kernels.cuda_backend import CudaBackend
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "tests" / "mock_libcuda" / "libcuda.c"
