@@ -146,24 +146,27 @@ struct Region {
   void (*body)(void*);
   void* context;
   pthread_t caller;
-  int64_t caller_left;
+  int64_t caller_entered, caller_left;
 };
 
 void run_region(void* context) {
   Region* region = static_cast<Region*>(context);
+  const int64_t entered = now();
   region->body(region->context);
-  if (pthread_equal(pthread_self(), region->caller)) region->caller_left = now();
+  if (!pthread_equal(pthread_self(), region->caller)) return;
+  region->caller_entered = entered;
+  region->caller_left = now();
 }
 
 typedef void (*Team)(void (*)(void*), void*, unsigned, unsigned);
 
 void run_in_openmp(Team team, int32_t threads, void (*body)(void*), void* context) {
-  Region region = {body, context, pthread_self(), 0};
+  Region region = {body, context, pthread_self(), 0, 0};
   const int64_t started = now();
   team(run_region, &region, static_cast<unsigned>(threads), 0);
   // Waiting longer than the caller itself worked is no imbalance of work: work is shared out in pieces.
-  const int64_t waited = now() - region.caller_left;
-  const bool stalled = waited > STALL_NANOSECONDS && waited > region.caller_left - started;
+  const int64_t waited = region.caller_entered - started + now() - region.caller_left;
+  const bool stalled = waited > STALL_NANOSECONDS && waited > region.caller_left - region.caller_entered;
   const uint32_t recent = (__atomic_load_n(&recent_stalls, __ATOMIC_RELAXED) << 1 | (stalled ? 1u : 0u)) & 0xff;
   const bool away = __builtin_popcount(recent) >= 2;
   __atomic_store_n(&recent_stalls, away ? 1u : recent, __ATOMIC_RELAXED);
