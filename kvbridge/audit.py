@@ -20,7 +20,8 @@ from kvbridge.errors import KindError
 from kvbridge.layout import PageLayout, PoolKind, violations
 from kvbridge.manifest import Manifest
 from kvbridge.placement import AnyManifest, AnyPool, layer_findings, pool_labels, pools_of, sharing_findings
-from kvbridge.rules import Finding, Severity, finding, finding_of
+from kvbridge.rule import Severity
+from kvbridge.rules import Finding, finding, finding_of
 
 __all__ = ["audit_declared", "audit_manifest", "audit_placement", "pool_labels"]
 

@@ -1,10 +1,10 @@
 """Documents: manifests as JSON states them, contradictions included, and their published schema.
 
-    JSON text --parse_manifests--> DeclaredManifest (on schema)  --Manifest.from_declared--> Manifest (consistent)
+    JSON text --parse_manifests--> DeclaredManifest (on schema)  --to_manifest--> Manifest (consistent)
                                         |  violations, audit: what contradicts what
 
-A document that is on schema can be explained even where no consistent manifest exists. Apart from `manifest.py`, because
-planning and showing a manifest reads no document.
+A document that is on schema can be explained even where no consistent manifest exists. Apart from `manifest.py`,
+because planning and showing a manifest reads no document.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pydantic import StrictInt, StrictStr, ValidationError, model_validator
 from kvbridge.errors import DerivedFieldError, LayoutError, ManifestError
 from kvbridge.frozen import Frozen
 from kvbridge.layout import DeclaredLayout, Padding, PageLayout
-from kvbridge.manifest import SCHEMA_VERSION, LayerPlacement, ManifestFields
+from kvbridge.manifest import SCHEMA_VERSION, LayerPlacement, Manifest, ManifestFields, Pool
 
 
 class DeclaredPadding(Padding):
@@ -53,6 +53,20 @@ class DeclaredPool(DeclaredLayout):
         fields["padding"] = Padding(policy=self.padding.policy, alignment=self.padding.alignment)
         return fields
 
+    def to_pool(self) -> Pool:
+        """The pool, where its layout is consistent; derived figures are not looked at.
+
+        Raises:
+            LayoutError: The layout contradicts itself.
+        """
+        return Pool(
+            **self.layout_fields(),
+            group=self.group,
+            storage=self.storage,
+            layer_stride_bytes=self.layer_stride_bytes,
+            layers=self.layers,
+        )
+
     def derived_violations(self, layout: PageLayout) -> Iterator[LayoutError]:
         """Stored derived figures that contradict a consistent layout of the same fields."""
         stored = {
@@ -81,6 +95,21 @@ class DeclaredManifest(ManifestFields):
     """
 
     pools: tuple[DeclaredPool, ...] = ()
+
+    def to_manifest(self) -> Manifest:
+        """The manifest, where nothing in it contradicts anything.
+
+        Raises:
+            LayoutError: The first contradiction of any pool.
+        """
+        pools = []
+        for entry in self.pools:
+            pool = entry.to_pool()
+            for violation in entry.derived_violations(pool):
+                raise violation
+            pools.append(pool)
+        fields = {name: getattr(self, name) for name in ManifestFields.model_fields}
+        return Manifest(**fields, pools=tuple(pools))
 
 
 class ManifestDocument(Frozen):

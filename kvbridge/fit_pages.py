@@ -13,7 +13,7 @@ from kvbridge.contract import HeadsError, StrideUse, TopkError
 from kvbridge.layout import DTYPE_BYTES, PoolKind
 from kvbridge.obstacles import Obstacle, Question, Verdict
 from kvbridge.records import Encoding, Record, get_record
-from kvbridge.rules import Severity
+from kvbridge.rule import Severity
 
 
 def record_obstacles(question: Question) -> Iterator[Obstacle]:

@@ -11,15 +11,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal
 
 from pydantic import Field, StrictInt, StrictStr
 
 from kvbridge.frozen import Frozen
 from kvbridge.layout import DeclaredLayout, Padding, PaddingPolicy, PageLayout, PoolKind
-
-if TYPE_CHECKING:
-    from kvbridge.documents import DeclaredManifest
 
 SCHEMA_VERSION = 1
 """Version of the JSON form; it changes when a reader of the old one would go wrong."""
@@ -116,6 +113,8 @@ class Pool(PageLayout):
 
 
 class ManifestFields(Frozen):
+    """What a manifest says besides its pools; attributes as in `Manifest`."""
+
     engine: EngineId
     model: StrictStr | None = None
     origin: Literal["planned", "captured"]
@@ -130,28 +129,6 @@ class Manifest(ManifestFields):
     """Every pool of one engine instance; all pools consistent. Fields as `DeclaredManifest`."""
 
     pools: tuple[Pool, ...] = ()
-
-    @classmethod
-    def from_declared(cls, declared: DeclaredManifest) -> Self:
-        """Builds a manifest from a document.
-
-        Raises:
-            LayoutError: The first contradiction of any pool.
-        """
-        pools = []
-        for entry in declared.pools:
-            pool = Pool(
-                **entry.layout_fields(),
-                group=entry.group,
-                storage=entry.storage,
-                layer_stride_bytes=entry.layer_stride_bytes,
-                layers=entry.layers,
-            )
-            for violation in entry.derived_violations(pool):
-                raise violation
-            pools.append(pool)
-        fields = {name: getattr(declared, name) for name in ManifestFields.model_fields}
-        return cls(**fields, pools=tuple(pools))
 
     def find_pools(self, name: str) -> tuple[Pool, ...]:
         """Pools of one name (swa, c4 ...), in order."""

@@ -13,7 +13,8 @@ from enum import StrEnum
 from kvbridge.contract import Accepts, Consumer, IndexUnit
 from kvbridge.errors import LayoutError
 from kvbridge.layout import PageLayout
-from kvbridge.rules import Finding, Severity, finding, finding_of
+from kvbridge.rule import Severity
+from kvbridge.rules import Finding, finding, finding_of
 
 
 class Verdict(StrEnum):

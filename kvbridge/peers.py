@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from kvbridge.errors import PageSplitError, PageStrideError
 from kvbridge.layout import PageLayout, PoolKind
-from kvbridge.rules import Finding, Severity, finding, finding_of
+from kvbridge.rule import Severity
+from kvbridge.rules import Finding, finding, finding_of
 
 if TYPE_CHECKING:
     from kvbridge.manifest import Manifest

@@ -8,7 +8,7 @@ consumer-stride    error     page_stride      the tensor's stride, and what a ke
 
 from __future__ import annotations
 
-from kvbridge.rules import Rule, Severity
+from kvbridge.rule import Rule, Severity
 
 _ERROR, _WARNING, _NOTE = Severity.ERROR, Severity.WARNING, Severity.NOTE
 

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 
 from kvbridge.contract import Consumer, Sentinel
 from kvbridge.layout import PageLayout
-from kvbridge.rules import Finding, Severity, finding
+from kvbridge.rule import Severity
+from kvbridge.rules import Finding, finding
 from kvbridge.slot_tables import as_table, at_least, live_lanes
 
 if TYPE_CHECKING:

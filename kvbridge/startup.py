@@ -20,7 +20,8 @@ from pathlib import Path
 from kvbridge.documents import DeclaredManifest
 from kvbridge.errors import KVBridgeError
 from kvbridge.manifest import SCHEMA_VERSION, Rank
-from kvbridge.rules import Finding, Severity
+from kvbridge.rule import Severity
+from kvbridge.rules import Finding
 
 DIRECTORY_VARIABLE = "KVBRIDGE_MANIFEST_DIR"
 AUDIT_VARIABLE = "KVBRIDGE_AUDIT"

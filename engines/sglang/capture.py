@@ -68,7 +68,7 @@ def capture(*, model: Path, options: Mapping[str, OptionValue]) -> Manifest:
         raise EngineError(
             f"model {config.name}: SGLang {release} refused it: {type(error).__name__}: {error}"
         ) from error
-    return Manifest.from_declared(declared)
+    return declared.to_manifest()
 
 
 def capture_pool(

@@ -24,7 +24,7 @@ from kvbridge.engine import EngineError, EngineMissingError, OptionValue, PlanRe
 from kvbridge.engines.vllm.options import OPTIONS
 from kvbridge.manifest import Manifest
 from kvbridge.models import load_model
-from kvbridge.rules import Severity
+from kvbridge.rule import Severity
 
 _DEFAULTS = {option.name: option.default for option in OPTIONS}
 

@@ -16,7 +16,8 @@ from kvbridge.engines.vllm.plan import STORAGE
 from kvbridge.errors import LayoutError
 from kvbridge.layout import PageLayout
 from kvbridge.manifest import EngineId, LayerPlacement, Manifest, MemoryPlan, Pool, Rank, Storage
-from kvbridge.rules import Finding, Severity, finding, finding_of
+from kvbridge.rule import Severity
+from kvbridge.rules import Finding, finding, finding_of
 
 if TYPE_CHECKING:
     import torch

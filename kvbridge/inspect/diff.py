@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 from kvbridge.documents import DeclaredManifest
 from kvbridge.engine import OptionValue, engine_names, load_engine
-from kvbridge.inspect.check import Limit, report
 from kvbridge.inspect.command import Exit, Parser, UsageError, add_format, add_no_color
 from kvbridge.inspect.options import ENGINE_OPTION, parse_assignments, split_engine_options
+from kvbridge.inspect.reporting import Limit, report
 from kvbridge.inspect.sources import SourceManifest, find_source, load_found
 from kvbridge.inspect.terminal import Cell, Terminal, emit, printable
 from kvbridge.manifest import SCHEMA_VERSION, Manifest
@@ -155,7 +155,7 @@ def _faults(name: str, side: SourceManifest) -> Iterator[Finding]:
 
 def _manifest(side: SourceManifest) -> Manifest:
     stated = side.manifest
-    return Manifest.from_declared(stated) if isinstance(stated, DeclaredManifest) else stated
+    return stated.to_manifest() if isinstance(stated, DeclaredManifest) else stated
 
 
 def _document(sides: list[SourceManifest], difference: ManifestDiff) -> str:
@@ -215,7 +215,8 @@ def _cell(value: int | str | bool | None) -> Cell:
 
 def _findings(difference: ManifestDiff) -> Iterator[Finding]:
     """Differences as findings: what breaks is an error, what needs a repack a warning, the rest a note."""
-    from kvbridge.rules import Severity, finding
+    from kvbridge.rule import Severity
+    from kvbridge.rules import finding
 
     def tell(entry: FieldDifference, pool: str, severity: Severity) -> Finding:
         return finding(

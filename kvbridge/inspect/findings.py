@@ -14,7 +14,8 @@ from typing import Any
 
 from kvbridge import __version__
 from kvbridge.inspect.terminal import printable
-from kvbridge.rules import Finding, Severity, get_rule
+from kvbridge.rule import Severity
+from kvbridge.rules import Finding, get_rule
 
 SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 """Address of the schema that SARIF documents name."""

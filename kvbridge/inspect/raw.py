@@ -14,13 +14,14 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from kvbridge.inspect.check import Limit, report, source_file
 from kvbridge.inspect.command import Exit, UsageError
 from kvbridge.inspect.reading import read_object
+from kvbridge.inspect.reporting import Limit, report, source_file
 from kvbridge.inspect.terminal import Terminal, emit, printable
 from kvbridge.manifest import SCHEMA_VERSION
 from kvbridge.raw import RawAudit, RawTensor, audit_raw, validate_raw
-from kvbridge.rules import Finding, Severity, failing
+from kvbridge.rule import Severity
+from kvbridge.rules import Finding, failing
 
 if TYPE_CHECKING:
     import torch

@@ -65,7 +65,7 @@ def run(arguments: Namespace, terminal: Terminal) -> Exit:
     source = load_source(arguments)
     faults = [fault for manifest in source.manifests for entry in manifest.pools for fault in entry.faults]
     if arguments.format in ("sarif", "github"):
-        from kvbridge.inspect.check import report_source
+        from kvbridge.inspect.reporting import report_source
 
         return report_source(source, arguments, terminal)
     if arguments.format == "json":

@@ -243,13 +243,7 @@ def _declared_pool(declared: DeclaredPool) -> PoolEntry:
     faults = tuple(violations(declared))
     if faults:
         return PoolEntry(declared, None, faults)
-    pool = Pool(
-        **declared.layout_fields(),
-        group=declared.group,
-        storage=declared.storage,
-        layer_stride_bytes=declared.layer_stride_bytes,
-        layers=declared.layers,
-    )
+    pool = declared.to_pool()
     faults = tuple(declared.derived_violations(pool))
     return PoolEntry(declared, pool, faults)
 

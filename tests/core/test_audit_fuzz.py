@@ -13,7 +13,6 @@ from kvbridge.diff import diff_manifests
 from kvbridge.documents import parse_manifests, validate_document
 from kvbridge.errors import LayoutError, ManifestError
 from kvbridge.layout import PaddingPolicy, PoolKind
-from kvbridge.manifest import Manifest
 from kvbridge.raw import audit_raw, validate_raw
 from kvbridge.records import RECORDS
 from kvbridge.rules import get_rule
@@ -69,12 +68,12 @@ def test_manifests(changes):
         for fit in fit_manifest(declared, consumer_names(), heads=16):
             assert json.dumps(fit.document())
         try:
-            manifest = Manifest.from_declared(declared)
+            manifest = declared.to_manifest()
         except LayoutError as error:
             assert error.field and str(error)
             continue
         assert diff_manifests(manifest, manifest).is_same
-        assert json.dumps(diff_manifests(manifest, Manifest.from_declared(parse_clean())).document())
+        assert json.dumps(diff_manifests(manifest, parse_clean().to_manifest()).document())
 
 
 def parse_clean():

@@ -15,7 +15,7 @@ from kvbridge.dtype_names import resolve_record
 from kvbridge.errors import RecordMissingError, RecordUnknownError
 from kvbridge.layout import PageLayout
 from kvbridge.models import Family
-from kvbridge.rules import Severity
+from kvbridge.rule import Severity
 from kvbridge.view import PageView
 
 for_rows = PageLayout.for_rows

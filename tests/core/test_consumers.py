@@ -15,7 +15,8 @@ from kvbridge.errors import KVBridgeError
 from kvbridge.layout import PageLayout
 from kvbridge.manifest import EngineId, LayerPlacement, Manifest, Pool, Storage, index_only_pool
 from kvbridge.records import RECORDS
-from kvbridge.rules import Severity, get_rule
+from kvbridge.rule import Severity
+from kvbridge.rules import get_rule
 
 for_rows = PageLayout.for_rows
 TIGHT = for_rows("v4", page_rows=64, pool="c4", num_pages=3)

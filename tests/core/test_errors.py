@@ -16,7 +16,7 @@ from kvbridge.documents import parse_manifests, validate_document
 from kvbridge.errors import KVBridgeError, LayoutError
 from kvbridge.geometry import TensorShape, check_geometry
 from kvbridge.layout import Padding
-from kvbridge.manifest import Manifest, dump_manifests
+from kvbridge.manifest import dump_manifests
 from kvbridge.records import get_record
 from kvbridge.repack import plan_pages
 from kvbridge.spans import Placement
@@ -120,7 +120,7 @@ def _derived() -> None:
         "pools": [{**pool, "padding": {"policy": "exact"}, "waste_bytes": 7}],
     }
     (declared,) = validate_document({"schema_version": 1, "manifests": [manifest]})
-    Manifest.from_declared(declared)
+    declared.to_manifest()
 
 
 def _place(record: str = "v4", **fields: Any) -> Placement:

@@ -7,7 +7,7 @@ from kvbridge.layout import PageLayout
 from kvbridge.manifest import Manifest
 from kvbridge.models import load_model
 from kvbridge.peers import audit_allocator, audit_chunk, audit_flat_cache, chunk_bytes
-from kvbridge.rules import Severity
+from kvbridge.rule import Severity
 
 for_rows = PageLayout.for_rows
 PADDED = for_rows("v4", page_rows=64, policy="aligned", alignment=576)

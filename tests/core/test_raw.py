@@ -9,7 +9,7 @@ from kvbridge.consumers import Verdict, fits
 from kvbridge.errors import ManifestError
 from kvbridge.layout import PageLayout
 from kvbridge.raw import RawTensor, audit_raw, parse_raw
-from kvbridge.rules import Severity
+from kvbridge.rule import Severity
 
 for_rows = PageLayout.for_rows
 

@@ -11,8 +11,9 @@ import kvbridge.spans  # noqa: F401
 from kvbridge import errors
 from kvbridge.error_advice import ADVICE
 from kvbridge.errors import KVBridgeError, LayoutError, OverlapError, StorageOverrunError
+from kvbridge.rule import Severity
 from kvbridge.rule_data import RULES
-from kvbridge.rules import Finding, Severity, all_rules, failing, finding, finding_of, get_rule
+from kvbridge.rules import Finding, all_rules, failing, finding, finding_of, get_rule
 
 ERROR_CLASSES = [error for error in vars(errors).values() if isinstance(error, type) and issubclass(error, LayoutError)]
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from kvbridge.inspect.findings import github_data, github_property, render_github, render_sarif
-from kvbridge.rules import Severity, all_rules, finding
+from kvbridge.rule import Severity
+from kvbridge.rules import all_rules, finding
 from tests.inspect.support import Outcome, call, manifest, pool, slab_pools, valid_document, write
 
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from kvbridge.codec import quantise
 from tests.environments import run_in_engine
-from tests.parity.parity_rows import COUNT, SEED, make_rows
+from tests.parity.parity_rows import COUNT, SEED, make_queries, make_rows
 
 PROGRAMS = Path(__file__).resolve().parent / "programs"
 SMALLEST_NORMAL = 2.0**-6
@@ -73,14 +73,14 @@ HEADER = (
 
 
 def make_inputs(path: Path) -> dict[str, torch.Tensor]:
-    """Writes the rows, and index keys with scales, from which everything follows."""
+    """Writes the rows, index keys with scales, and queries, from which everything follows."""
     generator = torch.Generator().manual_seed(SEED)
     inputs = {
         "rows": make_rows(),
         "rope": torch.randn(COUNT, 64, generator=generator).bfloat16(),
         "index_keys": torch.randint(0, 256, (COUNT, 128), generator=generator, dtype=torch.uint8),
         "index_scales": torch.rand(COUNT, 1, generator=generator),
-    }
+    } | make_queries()
     save_file(inputs, path)
     return inputs
 

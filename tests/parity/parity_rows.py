@@ -12,6 +12,10 @@ WIDTH = 512
 SEED = 20_261_201
 COUNT = 256
 
+QUERIES, HEADS, WINDOW, EXTRA = 8, 64, 128, 64
+SPECIAL_ROWS = 96
+"""Rows before this one hold values that no softmax survives; the random rows behind them are attended to."""
+
 _TINY_AMPLITUDES = (1e-38, 1e-30, 1e-12, 9e-9, 1e-8, 1e-6, 5e-5, 9.9e-5, 1e-4, 1.02e-4, 1e-3, 0.01, 0.04, 0.044, 0.045)
 _LARGE_AMPLITUDES = (0.1, 7.0, 3e4, 1e20, 3e38)
 
@@ -57,6 +61,20 @@ def make_slots(count: int, *, capacity: int, first: int, seed: int = SEED) -> to
     """int64 `[count]`: different slots from `first` on, in random order."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randperm(capacity - first, generator=generator)[:count] + first
+
+
+def make_queries() -> dict[str, torch.Tensor]:
+    """q, sink, and the numbers of the rows that each query attends to in the window and in the compressed cache."""
+    generator = torch.Generator().manual_seed(SEED + 1)
+    pick = torch.stack([torch.randperm(COUNT - SPECIAL_ROWS, generator=generator) for _ in range(2 * QUERIES)])
+    return {
+        "q": torch.randn(QUERIES, HEADS, 512, generator=generator).bfloat16(),
+        "sink": torch.randn(HEADS, generator=generator),
+        "window_rows": pick[:QUERIES, :WINDOW] + SPECIAL_ROWS,
+        "extra_rows": pick[QUERIES:, :EXTRA] + SPECIAL_ROWS,
+        "window_lengths": torch.tensor([WINDOW, 1, 7, 64, 65, 100, 127, WINDOW], dtype=torch.int32),
+        "extra_lengths": torch.tensor([EXTRA, 1, 3, 33, EXTRA, 63, 17, 2], dtype=torch.int32),
+    }
 
 
 def tile_amax(rows: torch.Tensor, *, values: int, group: int) -> torch.Tensor:

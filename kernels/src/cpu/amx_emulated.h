@@ -14,7 +14,9 @@
 
 namespace {
 
-struct alignas(64) EmulatedTile { __m512i rows[16]; };
+struct alignas(64) EmulatedTile {
+  __m512i rows[16];
+};
 
 thread_local EmulatedTile emulated[8];
 
@@ -26,13 +28,16 @@ inline void emulated_store(int tile, void* to, int64_t stride) {
   for (int i = 0; i < 16; i++) _mm512_storeu_si512(static_cast<char*>(to) + i * stride, emulated[tile].rows[i]);
 }
 
-inline __m512 emulated_flush(__m512 x) {   // denormals to signed zero
+inline __m512 emulated_flush(__m512 x) {  // denormals to signed zero
   const __mmask16 tiny = _mm512_testn_epi32_mask(_mm512_castps_si512(x), _mm512_set1_epi32(0x7f800000));
-  return _mm512_castsi512_ps(_mm512_mask_and_epi32(_mm512_castps_si512(x), tiny, _mm512_castps_si512(x), _mm512_set1_epi32(static_cast<int>(0x80000000u))));
+  return _mm512_castsi512_ps(_mm512_mask_and_epi32(_mm512_castps_si512(x), tiny, _mm512_castps_si512(x),
+                                                   _mm512_set1_epi32(static_cast<int>(0x80000000u))));
 }
 
 inline __m512 emulated_low(__m512i pairs) { return emulated_flush(_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16))); }
-inline __m512 emulated_high(__m512i pairs) { return emulated_flush(_mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))); }
+inline __m512 emulated_high(__m512i pairs) {
+  return emulated_flush(_mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000u)))));
+}
 
 inline void emulated_product(int sum, int a, int b) {
   for (int m = 0; m < 16; m++) {
@@ -45,7 +50,8 @@ inline void emulated_product(int sum, int a, int b) {
       odd = emulated_flush(_mm512_fmadd_ps(emulated_high(left), emulated_high(right), odd));
     }
     const __m512 both = emulated_flush(_mm512_add_ps(even, odd));
-    emulated[sum].rows[m] = _mm512_castps_si512(emulated_flush(_mm512_add_ps(_mm512_castsi512_ps(emulated[sum].rows[m]), both)));
+    emulated[sum].rows[m] =
+        _mm512_castps_si512(emulated_flush(_mm512_add_ps(_mm512_castsi512_ps(emulated[sum].rows[m]), both)));
   }
 }
 

@@ -16,19 +16,24 @@ struct Cut {
 };
 
 bool good_record(const kvb_record& r, int32_t d_qk) {
-  if (r.values < 0 || r.tail_values < 0 || r.values % 64 || r.tail_values % 64 || r.values + r.tail_values != d_qk) return false;
+  if (r.values < 0 || r.tail_values < 0 || r.values % 64 || r.tail_values % 64 || r.values + r.tail_values != d_qk)
+    return false;
   if (r.values == 0) return r.code == KVB_CODE_NONE && r.scale == KVB_SCALE_NONE;
   if (r.code == KVB_CODE_E4M3 && r.scale == KVB_SCALE_NONE) return true;
   if (r.group <= 0 || r.values % r.group) return false;
-  if (r.code == KVB_CODE_E4M3) return (r.scale == KVB_SCALE_UE8M0 && (r.group == 32 || r.group == 64)) || (r.scale == KVB_SCALE_FP32 && r.group % 64 == 0);
+  if (r.code == KVB_CODE_E4M3)
+    return (r.scale == KVB_SCALE_UE8M0 && (r.group == 32 || r.group == 64)) ||
+           (r.scale == KVB_SCALE_FP32 && r.group % 64 == 0);
   return r.code == KVB_CODE_E2M1 && r.scale == KVB_SCALE_E4M3 && r.group == 16;
 }
 
 int check_cache(const kvb_cache& c, int32_t d_qk) {
   if (!good_record(c.record, d_qk)) return KVB_ERROR_RECORD;
   int64_t capacity;
-  if (c.num_pages < 0 || c.page_rows <= 0 || __builtin_mul_overflow(c.num_pages, c.page_rows, &capacity)) return KVB_ERROR_PAGES;
-  const bool bits = (c.slots_bits == 32 || c.slots_bits == 64) && (!c.lengths || c.lengths_bits == 32 || c.lengths_bits == 64) &&
+  if (c.num_pages < 0 || c.page_rows <= 0 || __builtin_mul_overflow(c.num_pages, c.page_rows, &capacity))
+    return KVB_ERROR_PAGES;
+  const bool bits = (c.slots_bits == 32 || c.slots_bits == 64) &&
+                    (!c.lengths || c.lengths_bits == 32 || c.lengths_bits == 64) &&
                     (!c.row_of_query || c.row_of_query_bits == 32 || c.row_of_query_bits == 64);
   if (!bits || c.width < 0 || c.rows < 0 || c.mapped < 0 || c.mapped > 2) return KVB_ERROR_SLOTS;
   if ((!c.slots && c.width > 0 && c.rows > 0) || (!c.base && capacity > 0)) return KVB_ERROR_POINTER;
@@ -39,7 +44,9 @@ int check(const kvb_call* call) {
   if (!call || call->abi != KVB_CPU_ABI || call->bytes != static_cast<int32_t>(sizeof(kvb_call))) return KVB_ERROR_ABI;
   if (call->heads < 1 || call->heads > KVB_CPU_MAX_HEADS) return KVB_ERROR_HEADS;
   if (call->queries < 0 || call->threads < 1) return KVB_ERROR_QUERIES;
-  if ((call->d_qk != 512 && call->d_qk != 576) || call->d_v != KVB_DV || (call->out_type != KVB_OUT_BF16 && call->out_type != KVB_OUT_FP32)) return KVB_ERROR_WIDTHS;
+  if ((call->d_qk != 512 && call->d_qk != 576) || call->d_v != KVB_DV ||
+      (call->out_type != KVB_OUT_BF16 && call->out_type != KVB_OUT_FP32))
+    return KVB_ERROR_WIDTHS;
   if (call->caches < 1 || call->caches > KVB_CPU_MAX_CACHES) return KVB_ERROR_CACHES;
   if (call->queries > 0 && (!call->q || !call->out)) return KVB_ERROR_POINTER;
   for (int32_t i = 0; i < call->caches; i++)
@@ -75,8 +82,13 @@ Cut cut(const kvb_call* call, const Path* path) {
       if (c.splits < 2 || bytes > call->workspace_bytes) c.splits = 1;
     }
     const int64_t rounds = (items * c.splits + threads - 1) / threads;
-    const double cost = static_cast<double>(rounds) * (2.0 * c.group_heads / 16 + static_cast<double>(path->decode_cost)) / c.splits + (c.splits > 1 ? 1200.0 / static_cast<double>(width) : 0);
-    if (cost < least - 1e-9) { least = cost; best = c; }
+    const double cost =
+        static_cast<double>(rounds) * (2.0 * c.group_heads / 16 + static_cast<double>(path->decode_cost)) / c.splits +
+        (c.splits > 1 ? 1200.0 / static_cast<double>(width) : 0);
+    if (cost < least - 1e-9) {
+      least = cost;
+      best = c;
+    }
   }
   return best;
 }
@@ -101,14 +113,18 @@ struct Job {
   int32_t error;
 };
 
-float* aligned_workspace(const kvb_call* call) { return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(call->workspace) + 63) & ~static_cast<uintptr_t>(63)); }
+float* aligned_workspace(const kvb_call* call) {
+  return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(call->workspace) + 63) & ~static_cast<uintptr_t>(63));
+}
 
 Item item_of(const Job* job, int64_t query, int32_t group, int32_t split) {
   const Cut& c = job->cut;
   const int32_t head0 = group * c.group_heads, left = job->call->heads - head0;
   const int32_t heads = left < c.group_heads ? left : c.group_heads, padded = ceil_div(heads, 16) * 16;
   float* partial = nullptr;
-  if (c.splits > 1) partial = aligned_workspace(job->call) + (query * c.groups + group) * c.splits * partial_floats(c.group_heads) + split * partial_floats(padded);
+  if (c.splits > 1)
+    partial = aligned_workspace(job->call) + (query * c.groups + group) * c.splits * partial_floats(c.group_heads) +
+              split * partial_floats(padded);
   return {query, head0, heads, padded, split, c.splits, partial, nullptr};
 }
 
@@ -125,7 +141,10 @@ void work(void* context) {
   Job* job = static_cast<Job*>(context);
   const PlainArithmetic plain;
   void* scratch = kvb_scratch(job->path->scratch_bytes(job->call, job->cut.group_heads));
-  if (!scratch) { __atomic_store_n(&job->error, KVB_ERROR_MEMORY, __ATOMIC_RELAXED); return; }
+  if (!scratch) {
+    __atomic_store_n(&job->error, KVB_ERROR_MEMORY, __ATOMIC_RELAXED);
+    return;
+  }
   // With many items to come a thread takes one ahead, to fetch its rows from memory meanwhile.
   const bool takes_ahead = job->items >= 4 * job->call->threads;
   Item items[2];
@@ -158,7 +177,9 @@ void merge(void* context) {
   }
 }
 
-int32_t team(const kvb_call* call, int64_t items) { return items < call->threads ? static_cast<int32_t>(items) : call->threads; }
+int32_t team(const kvb_call* call, int64_t items) {
+  return items < call->threads ? static_cast<int32_t>(items) : call->threads;
+}
 
 }  // namespace
 

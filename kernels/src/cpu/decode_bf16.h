@@ -16,7 +16,9 @@ typedef uint16_t bf16;
 
 constexpr uint16_t e4m3_bits(int code) {
   const int magnitude = code & 127;
-  const float value = magnitude < 8 ? static_cast<float>(magnitude) / 512 : static_cast<float>(8 + (magnitude & 7)) * static_cast<float>(1 << (magnitude >> 3)) / 1024;
+  const float value = magnitude < 8
+                          ? static_cast<float>(magnitude) / 512
+                          : static_cast<float>(8 + (magnitude & 7)) * static_cast<float>(1 << (magnitude >> 3)) / 1024;
   const uint32_t bits = magnitude == 127 ? 0x7fc00000u : __builtin_bit_cast(uint32_t, value);
   return static_cast<uint16_t>(bits >> 16 | (code & 128 ? 0x8000u : 0u));
 }
@@ -27,11 +29,18 @@ struct Tables {
   alignas(64) uint16_t pairs[256][16] = {};
   constexpr Tables() {
     constexpr float e2m1[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
-    for (int i = 0; i < 128; i++) { low[i] = static_cast<uint8_t>(e4m3_bits(i)); high[i] = static_cast<uint8_t>(e4m3_bits(i) >> 8); }
+    for (int i = 0; i < 128; i++) {
+      low[i] = static_cast<uint8_t>(e4m3_bits(i));
+      high[i] = static_cast<uint8_t>(e4m3_bits(i) >> 8);
+    }
     for (int s = 0; s < 256; s++)
       for (int c = 0; c < 16; c++) {
         const uint16_t scale = e4m3_bits(s);
-        uint32_t bits = (scale & 0x7fff) >= 0x7f80 ? 0x7fc00000u : __builtin_bit_cast(uint32_t, __builtin_bit_cast(float, static_cast<uint32_t>(scale & 0x7fff) << 16) * e2m1[c & 7]);
+        uint32_t bits =
+            (scale & 0x7fff) >= 0x7f80
+                ? 0x7fc00000u
+                : __builtin_bit_cast(
+                      uint32_t, __builtin_bit_cast(float, static_cast<uint32_t>(scale & 0x7fff) << 16) * e2m1[c & 7]);
         pairs[s][c] = static_cast<uint16_t>(bits >> 16 ^ (scale & 0x8000) ^ (c & 8 ? 0x8000 : 0));
       }
   }
@@ -56,9 +65,13 @@ inline bool has_special_code(__m512i codes) {
   return _mm512_cmpgt_epu8_mask(from_one, _mm512_set1_epi8(125)) != 0;
 }
 
-inline bool has_nan_code(__m512i codes) { return _mm512_cmpeq_epi8_mask(_mm512_add_epi8(codes, codes), _mm512_set1_epi8(static_cast<char>(0xFE))) != 0; }
+inline bool has_nan_code(__m512i codes) {
+  return _mm512_cmpeq_epi8_mask(_mm512_add_epi8(codes, codes), _mm512_set1_epi8(static_cast<char>(0xFE))) != 0;
+}
 
-inline __m512i keep_zeros(__m512i scaled, __m512i values) { return _mm512_mask_mov_epi16(scaled, _mm512_testn_epi16_mask(values, _mm512_set1_epi16(0x7fff)), values); }
+inline __m512i keep_zeros(__m512i scaled, __m512i values) {
+  return _mm512_mask_mov_epi16(scaled, _mm512_testn_epi16_mask(values, _mm512_set1_epi16(0x7fff)), values);
+}
 
 // 64 codes, in order, under one power of two for each half; false where a NaN code needs the slow way.
 inline bool scale_codes(const uint8_t* codes, uint8_t left, uint8_t right, __m512i& first, __m512i& second) {
@@ -95,18 +108,23 @@ inline void decode_ue8m0(const uint8_t* codes, const uint8_t* scales, int32_t co
     _mm512_store_si512(out + (2 * i + 1) * chunk, b);
   }
   if (__builtin_expect(!good, 0))
-    for (int32_t i = 0; i < count / 32; i++) decode_slowly(codes + 32 * i, ue8m0(scales[i * per_64 / 2]), false, out + i * chunk);
+    for (int32_t i = 0; i < count / 32; i++)
+      decode_slowly(codes + 32 * i, ue8m0(scales[i * per_64 / 2]), false, out + i * chunk);
 }
 
 // 32 bf16 times an fp32 scale, rounded once to bf16; false when a product needs the slow way.
 inline bool multiply(__m512i values, float scale, __m512i& out) {
-  const __m512i top = _mm512_set1_epi32(static_cast<int>(0xffff0000u)), half = _mm512_set1_epi32(0x7fff), one = _mm512_set1_epi32(1), tie = _mm512_set1_epi32(0x8000);
+  const __m512i top = _mm512_set1_epi32(static_cast<int>(0xffff0000u)), half = _mm512_set1_epi32(0x7fff),
+                one = _mm512_set1_epi32(1), tie = _mm512_set1_epi32(0x8000);
   const __m512 s = _mm512_set1_ps(scale);
   const __m512i even = _mm512_castps_si512(_mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(values, 16)), s));
   const __m512i odd = _mm512_castps_si512(_mm512_mul_ps(_mm512_castsi512_ps(_mm512_and_si512(values, top)), s));
-  const __mmask16 middle = _mm512_cmpeq_epi32_mask(_mm512_andnot_si512(top, even), tie) | _mm512_cmpeq_epi32_mask(_mm512_andnot_si512(top, odd), tie);
-  const __m512i even_up = _mm512_add_epi32(_mm512_add_epi32(even, half), _mm512_and_si512(_mm512_srli_epi32(even, 16), one));
-  const __m512i odd_up = _mm512_add_epi32(_mm512_add_epi32(odd, half), _mm512_and_si512(_mm512_srli_epi32(odd, 16), one));
+  const __mmask16 middle = _mm512_cmpeq_epi32_mask(_mm512_andnot_si512(top, even), tie) |
+                           _mm512_cmpeq_epi32_mask(_mm512_andnot_si512(top, odd), tie);
+  const __m512i even_up =
+      _mm512_add_epi32(_mm512_add_epi32(even, half), _mm512_and_si512(_mm512_srli_epi32(even, 16), one));
+  const __m512i odd_up =
+      _mm512_add_epi32(_mm512_add_epi32(odd, half), _mm512_and_si512(_mm512_srli_epi32(odd, 16), one));
   out = _mm512_or_si512(_mm512_srli_epi32(even_up, 16), _mm512_and_si512(odd_up, top));
   return middle == 0;
 }
@@ -118,16 +136,20 @@ inline void decode_fp32_scale(const uint8_t* codes, float scale, bf16* out, int6
   __m512i a, b;
   widen(x, a, b);
   const bool usual = exponent > 24 && exponent < 240 && !has_nan_code(x);
-  if (__builtin_expect(usual && multiply(a, scale, a) , 1)) _mm512_store_si512(out, a); else decode_slowly(codes, scale, true, out);
-  if (__builtin_expect(usual && multiply(b, scale, b) , 1)) _mm512_store_si512(out + chunk, b); else decode_slowly(codes + 32, scale, true, out + chunk);
+  if (__builtin_expect(usual && multiply(a, scale, a), 1)) _mm512_store_si512(out, a);
+  else decode_slowly(codes, scale, true, out);
+  if (__builtin_expect(usual && multiply(b, scale, b), 1)) _mm512_store_si512(out + chunk, b);
+  else decode_slowly(codes + 32, scale, true, out + chunk);
 }
 
 // 32 e2m1 codes in 16 bytes, two e4m3 scales: one look-up in both scales' products.
 inline void decode_e2m1(const uint8_t* codes, const uint8_t* scales, bf16* out) {
   const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
-  const __m512i nibbles = _mm512_ternarylogic_epi32(bytes, _mm512_slli_epi32(bytes, 12), _mm512_set1_epi32(0x000f000f), 0xA8);
+  const __m512i nibbles =
+      _mm512_ternarylogic_epi32(bytes, _mm512_slli_epi32(bytes, 12), _mm512_set1_epi32(0x000f000f), 0xA8);
   const __m512i upper = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
-  const __m256i first = _mm256_load_si256(reinterpret_cast<const __m256i*>(TABLES.pairs[scales[0]])), second = _mm256_load_si256(reinterpret_cast<const __m256i*>(TABLES.pairs[scales[1]]));
+  const __m256i first = _mm256_load_si256(reinterpret_cast<const __m256i*>(TABLES.pairs[scales[0]])),
+                second = _mm256_load_si256(reinterpret_cast<const __m256i*>(TABLES.pairs[scales[1]]));
   const __m512i table = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
   _mm512_store_si512(out, _mm512_permutexvar_epi16(_mm512_or_si512(nibbles, upper), table));
 }
@@ -138,7 +160,8 @@ inline void decode_row_bf16(const Row& row, bf16* out, int64_t chunk) {
   if (r.code == KVB_CODE_E2M1) {
     for (int32_t i = 0; i < r.values / 32; i++) decode_e2m1(row.codes + 16 * i, row.scales + 2 * i, out + i * chunk);
   } else if (r.code == KVB_CODE_E4M3 && r.scale == KVB_SCALE_UE8M0) {
-    if (r.group == 32) decode_ue8m0<2>(row.codes, row.scales, r.values, out, chunk); else decode_ue8m0<1>(row.codes, row.scales, r.values, out, chunk);
+    if (r.group == 32) decode_ue8m0<2>(row.codes, row.scales, r.values, out, chunk);
+    else decode_ue8m0<1>(row.codes, row.scales, r.values, out, chunk);
   } else if (r.code == KVB_CODE_E4M3) {
     for (int32_t i = 0; i < r.values / 64; i++) {
       float scale = r.external_scale;
@@ -147,7 +170,8 @@ inline void decode_row_bf16(const Row& row, bf16* out, int64_t chunk) {
     }
   }
   bf16* tail = out + r.values / 32 * chunk;
-  for (int32_t i = 0; i < r.tail_values / 32; i++) _mm512_store_si512(tail + i * chunk, _mm512_loadu_si512(row.codes + r.tail_offset_bytes + 64 * i));
+  for (int32_t i = 0; i < r.tail_values / 32; i++)
+    _mm512_store_si512(tail + i * chunk, _mm512_loadu_si512(row.codes + r.tail_offset_bytes + 64 * i));
 }
 
 // Two decoded rows into values.

@@ -11,18 +11,28 @@
 
 namespace {
 
-inline float bits_to_float(uint32_t bits) { float f; memcpy(&f, &bits, 4); return f; }
-inline uint32_t float_to_bits(float f) { uint32_t bits; memcpy(&bits, &f, 4); return bits; }
+inline float bits_to_float(uint32_t bits) {
+  float f;
+  memcpy(&f, &bits, 4);
+  return f;
+}
+inline uint32_t float_to_bits(float f) {
+  uint32_t bits;
+  memcpy(&bits, &f, 4);
+  return bits;
+}
 
 // 2^(byte - 127); byte 0 is the subnormal 2^-127, byte 255 means NaN.
-inline float ue8m0(uint8_t byte) { return bits_to_float(byte == 255 ? 0x7fc00000u : byte ? static_cast<uint32_t>(byte) << 23 : 0x00400000u); }
+inline float ue8m0(uint8_t byte) {
+  return bits_to_float(byte == 255 ? 0x7fc00000u : byte ? static_cast<uint32_t>(byte) << 23 : 0x00400000u);
+}
 
 template <int mantissa, int bias, bool has_nan>
 inline vfloat expand(vint code) {
   constexpr int sign_at = has_nan ? 7 : 3;
   const vint magnitude = code & ((1 << sign_at) - 1);
   const vint sign = (code >> sign_at) << 31;
-  const vint small = magnitude < (1 << mantissa);          // -1 in lanes that hold a subnormal code
+  const vint small = magnitude < (1 << mantissa);  // -1 in lanes that hold a subnormal code
   vint bits = (magnitude << (23 - mantissa)) + ((127 - bias) << 23);
   bits += small & (1 << 23);
   const vint implicit = small & ((128 - bias) << 23);

@@ -22,7 +22,11 @@ inline State state_at(float* base, int64_t padded) {
 }
 
 inline void reset(const State& state, int32_t padded) {
-  for (int32_t h = 0; h < padded; h++) { state.maxima[h] = -INFINITY; state.rounded[h] = 0; state.exact[h] = -1; }
+  for (int32_t h = 0; h < padded; h++) {
+    state.maxima[h] = -INFINITY;
+    state.rounded[h] = 0;
+    state.exact[h] = -1;
+  }
 }
 
 // The factor that turns sums into outputs, for LANES heads: 1 / (sum + exp(sink - max)), scaled so that nothing overflows.
@@ -45,12 +49,15 @@ inline float log_sum(const kvb_call* call, float maximum, float exact, float sin
   }
   if (included && sink > -INFINITY) {
     const double high = lse > sink ? lse : sink, low = lse > sink ? sink : lse;
-    lse = high == static_cast<double>(INFINITY) || low == -static_cast<double>(INFINITY) ? high : high + log1p(exp(low - high));
+    lse = high == static_cast<double>(INFINITY) || low == -static_cast<double>(INFINITY)
+              ? high
+              : high + log1p(exp(low - high));
   }
   return static_cast<float>(call->flags & KVB_LSE_BASE2 ? lse / LN_2 : lse);
 }
 
-inline void store_head(const kvb_call* call, int64_t query, int32_t head, const float* sums, int64_t padded, float factor, bool empty) {
+inline void store_head(const kvb_call* call, int64_t query, int32_t head, const float* sums, int64_t padded,
+                       float factor, bool empty) {
   const int64_t at = query * call->out_query_stride + head * call->out_head_stride;
   const bool wide = call->out_type == KVB_OUT_FP32;
   float* out32 = static_cast<float*>(call->out) + (wide ? at : 0);
@@ -63,8 +70,10 @@ inline void store_head(const kvb_call* call, int64_t query, int32_t head, const 
 #ifdef KVB_INTERLEAVED
       // V was interleaved inside 128-bit lanes: a holds values 8j..8j+3 of these 32, b holds 8j+4..8j+7.
       const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-      const vfloat low = reinterpret_cast<vfloat>(_mm512_permutex2var_ps(reinterpret_cast<__m512>(a), first, reinterpret_cast<__m512>(b)));
-      b = reinterpret_cast<vfloat>(_mm512_permutex2var_ps(reinterpret_cast<__m512>(a), _mm512_add_epi32(first, _mm512_set1_epi32(8)), reinterpret_cast<__m512>(b)));
+      const vfloat low = reinterpret_cast<vfloat>(
+          _mm512_permutex2var_ps(reinterpret_cast<__m512>(a), first, reinterpret_cast<__m512>(b)));
+      b = reinterpret_cast<vfloat>(_mm512_permutex2var_ps(
+          reinterpret_cast<__m512>(a), _mm512_add_epi32(first, _mm512_set1_epi32(8)), reinterpret_cast<__m512>(b)));
       a = low;
 #endif
     }
@@ -82,12 +91,15 @@ inline void store_head(const kvb_call* call, int64_t query, int32_t head, const 
 inline void finish(const kvb_call* call, const Item* item, const State& state, int32_t first, int32_t count) {
   for (int32_t h0 = first; h0 < first + count; h0 += LANES) {
     float sinks[LANES], factors[LANES];
-    for (int32_t i = 0; i < LANES; i++) sinks[i] = call->sink && h0 + i < item->heads ? call->sink[item->head0 + h0 + i] : -INFINITY;
+    for (int32_t i = 0; i < LANES; i++)
+      sinks[i] = call->sink && h0 + i < item->heads ? call->sink[item->head0 + h0 + i] : -INFINITY;
     store(factors, normaliser(load(state.maxima + h0), load(state.rounded + h0), load(sinks)));
     for (int32_t i = 0; i < LANES && h0 + i < item->heads; i++) {
       const int32_t h = h0 + i, head = item->head0 + h;
       store_head(call, item->query, head, state.sums + h * LANES, item->padded, factors[i], state.exact[h] == -1.0f);
-      if (call->lse) call->lse[item->query * call->lse_query_stride + head * call->lse_head_stride] = log_sum(call, state.maxima[h], state.exact[h], sinks[i]);
+      if (call->lse)
+        call->lse[item->query * call->lse_query_stride + head * call->lse_head_stride] =
+            log_sum(call, state.maxima[h], state.exact[h], sinks[i]);
     }
   }
 }

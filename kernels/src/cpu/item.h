@@ -12,16 +12,16 @@
 
 struct Item {
   int64_t query;
-  int32_t head0, heads;          // this group's heads
-  int32_t padded;                // heads rounded up to a multiple of 16
-  int32_t split, splits;         // which share of the live slots
-  float* partial;                // null: write the output; else where the partial result goes
-  const Item* next;              // what this thread does afterwards, if known: its rows are fetched meanwhile
+  int32_t head0, heads;   // this group's heads
+  int32_t padded;         // heads rounded up to a multiple of 16
+  int32_t split, splits;  // which share of the live slots
+  float* partial;         // null: write the output; else where the partial result goes
+  const Item* next;       // what this thread does afterwards, if known: its rows are fetched meanwhile
 };
 
 struct Path {
   int32_t id;
-  float decode_cost;             // dequantising a row, where its products with 16 heads cost 2
+  float decode_cost;  // dequantising a row, where its products with 16 heads cost 2
   int64_t (*scratch_bytes)(const kvb_call* call, int32_t padded);
   void (*run_item)(const kvb_call* call, const Item* item, void* scratch);
   // Joins `splits` partials of heads head0..head0+heads-1 of one query; partials lie partial_floats(padded) apart.

@@ -19,18 +19,32 @@ inline vfloat load(const float* p) { return *reinterpret_cast<const vfloat_loose
 inline void store(float* p, vfloat v) { *reinterpret_cast<vfloat_loose*>(p) = v; }
 inline vfloat splat(float f) { return vfloat{} + f; }
 inline vint splat_int(int32_t i) { return vint{} + i; }
-inline vfloat larger(vfloat a, vfloat b) { return b > a ? b : a; }      // keeps a when b is NaN
+inline vfloat larger(vfloat a, vfloat b) { return b > a ? b : a; }  // keeps a when b is NaN
 
 #if LANES == 16
-inline vint load_bytes(const uint8_t* p) { return reinterpret_cast<vint>(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))); }
-inline vfloat load_bf16(const void* p) { return reinterpret_cast<vfloat>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p))), 16)); }
-inline void store_bf16(void* p, vint bits) { _mm256_storeu_si256(static_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_srli_epi32(reinterpret_cast<__m512i>(bits), 16))); }
+inline vint load_bytes(const uint8_t* p) {
+  return reinterpret_cast<vint>(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+inline vfloat load_bf16(const void* p) {
+  return reinterpret_cast<vfloat>(
+      _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p))), 16));
+}
+inline void store_bf16(void* p, vint bits) {
+  _mm256_storeu_si256(static_cast<__m256i*>(p),
+                      _mm512_cvtepi32_epi16(_mm512_srli_epi32(reinterpret_cast<__m512i>(bits), 16)));
+}
 #elif LANES == 8
-inline vint load_bytes(const uint8_t* p) { return reinterpret_cast<vint>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)))); }
-inline vfloat load_bf16(const void* p) { return reinterpret_cast<vfloat>(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p))), 16)); }
+inline vint load_bytes(const uint8_t* p) {
+  return reinterpret_cast<vint>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+inline vfloat load_bf16(const void* p) {
+  return reinterpret_cast<vfloat>(
+      _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p))), 16));
+}
 inline void store_bf16(void* p, vint bits) {
   const __m256i high = _mm256_srli_epi32(reinterpret_cast<__m256i>(bits), 16);
-  _mm_storeu_si128(static_cast<__m128i*>(p), _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1)));
+  _mm_storeu_si128(static_cast<__m128i*>(p),
+                   _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1)));
 }
 #else
 inline vint load_bytes(const uint8_t* p) { return vint{p[0], p[1], p[2], p[3]}; }
@@ -50,16 +64,20 @@ inline void store_bf16(void* p, vint bits) {
 inline void spread_nibbles(const uint8_t* packed, uint8_t* codes) {
 #ifdef __SSE2__
   const __m128i pairs = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(packed)), mask = _mm_set1_epi8(15);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(codes), _mm_unpacklo_epi8(_mm_and_si128(pairs, mask), _mm_and_si128(_mm_srli_epi16(pairs, 4), mask)));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(codes),
+                   _mm_unpacklo_epi8(_mm_and_si128(pairs, mask), _mm_and_si128(_mm_srli_epi16(pairs, 4), mask)));
 #else
-  for (int i = 0; i < 8; i++) { codes[2 * i] = packed[i] & 15; codes[2 * i + 1] = packed[i] >> 4; }
+  for (int i = 0; i < 8; i++) {
+    codes[2 * i] = packed[i] & 15;
+    codes[2 * i + 1] = packed[i] >> 4;
+  }
 #endif
 }
 
 // 2^x for x <= 0 (and small positive x) to about 1e-7; below -126 exactly 0; NaN stays NaN.
 inline vfloat exp2_lanes(vfloat x) {
   const vint zero = x < -126.0f;
-  const vfloat shifted = x + 12582912.0f;                       // 1.5 * 2^23: the integer part lands in the low bits
+  const vfloat shifted = x + 12582912.0f;  // 1.5 * 2^23: the integer part lands in the low bits
   const vfloat f = x - (shifted - 12582912.0f);
   const vint power = (reinterpret_cast<vint>(shifted) << 23) + 0x3f800000;
   vfloat p = splat(1.5403530e-4f);

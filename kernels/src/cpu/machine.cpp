@@ -39,7 +39,8 @@ KVB_HIDDEN DECLARE(amx_emulated)
 #define AMX_EMULATED nullptr
 #endif
 
-KVB_HIDDEN const Path* const kvb_paths[KVB_PATHS] = {nullptr, &kvb_path_portable, AVX2, AVX512, AVX512_BF16, AMX, AMX_EMULATED};
+KVB_HIDDEN const Path* const kvb_paths[KVB_PATHS] = {nullptr, &kvb_path_portable, AVX2, AVX512, AVX512_BF16,
+                                                     AMX,     AMX_EMULATED};
 
 namespace {
 
@@ -47,7 +48,7 @@ namespace {
 bool bit(unsigned value, int at) { return (value >> at) & 1; }
 
 bool allowed_tiles() {
-  constexpr long request_permission = 0x1023, tile_data = 18;      // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  constexpr long request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
 }
 
@@ -56,14 +57,14 @@ uint32_t machine_paths() {
   uint32_t paths = 1u << KVB_PATH_PORTABLE;
   if (!__get_cpuid(1, &a, &b, &leaf1_c, &d) || !__get_cpuid_count(7, 0, &a, &ext_b, &ext_c, &ext_d)) return paths;
   if (a >= 1) __get_cpuid_count(7, 1, &sub1_a, &b, &c, &d);
-  if (!bit(leaf1_c, 27)) return paths;                               // the system does not save extended registers
+  if (!bit(leaf1_c, 27)) return paths;  // the system does not save extended registers
   unsigned low, high;
   __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
   if ((low & 6) != 6 || !bit(leaf1_c, 12) || !bit(ext_b, 5)) return paths;
   paths |= 1u << KVB_PATH_AVX2;
   if ((low & 0xe6) != 0xe6 || !bit(ext_b, 16) || !bit(ext_b, 17) || !bit(ext_b, 30) || !bit(ext_b, 31)) return paths;
   paths |= 1u << KVB_PATH_AVX512;
-  if (!bit(ext_c, 1) || !bit(sub1_a, 5)) return paths;               // byte permutes, and bf16 products
+  if (!bit(ext_c, 1) || !bit(sub1_a, 5)) return paths;  // byte permutes, and bf16 products
   paths |= 1u << KVB_PATH_AVX512_BF16 | 1u << KVB_PATH_AMX_EMULATED;
   if ((low & 0x60000) == 0x60000 && bit(ext_d, 22) && bit(ext_d, 24) && allowed_tiles()) paths |= 1u << KVB_PATH_AMX;
   return paths;
@@ -94,10 +95,18 @@ KVB_HIDDEN const Path* kvb_choose(int32_t path) {
 }
 
 extern "C" void kvb_cpu_info(kvb_info* info) {
-  *info = {KVB_CPU_ABI, static_cast<int32_t>(sizeof(kvb_call)), static_cast<int32_t>(sizeof(kvb_cache)), static_cast<int32_t>(sizeof(kvb_record)), machine.compiled, machine.usable, machine.best, 0};
+  *info = {KVB_CPU_ABI,
+           static_cast<int32_t>(sizeof(kvb_call)),
+           static_cast<int32_t>(sizeof(kvb_cache)),
+           static_cast<int32_t>(sizeof(kvb_record)),
+           machine.compiled,
+           machine.usable,
+           machine.best,
+           0};
 }
 
 extern "C" const char* kvb_cpu_path_name(int32_t path) {
-  static const char* const names[KVB_PATHS] = {"auto", "portable", "avx2", "avx512", "avx512_bf16", "amx", "amx_emulated"};
+  static const char* const names[KVB_PATHS] = {"auto",        "portable", "avx2",        "avx512",
+                                               "avx512_bf16", "amx",      "amx_emulated"};
   return path >= 0 && path < KVB_PATHS ? names[path] : "unknown";
 }

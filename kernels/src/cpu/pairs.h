@@ -23,7 +23,8 @@ inline bool decode_pair(const Row& a, const Row& b, bf16* keys, bf16* values) {
     const uint8_t *s = a.scales + per_64 * i, *t = b.scales + per_64 * i;
     good = good & plain_scale(s[0]) & plain_scale(t[0]) & plain_scale(s[per_64 - 1]) & plain_scale(t[per_64 - 1]);
     __m512i x0, x1, y0, y1;
-    good = scale_codes(a.codes + 64 * i, s[0], s[per_64 - 1], x0, x1) & scale_codes(b.codes + 64 * i, t[0], t[per_64 - 1], y0, y1) & good;
+    good = scale_codes(a.codes + 64 * i, s[0], s[per_64 - 1], x0, x1) &
+           scale_codes(b.codes + 64 * i, t[0], t[per_64 - 1], y0, y1) & good;
     place(x0, y0, 2 * i, keys, values);
     place(x1, y1, 2 * i + 1, keys, values);
   }
@@ -45,12 +46,14 @@ inline void clear_row(bf16* keys, int32_t depth) {
 }
 
 // Fills rows 0..padded_rows-1 of a block: `count` live rows, then zeros.
-inline void load_block(const Buffers& b, const Row* rows, int32_t count, int32_t padded_rows, int32_t depth, int64_t padded) {
+inline void load_block(const Buffers& b, const Row* rows, int32_t count, int32_t padded_rows, int32_t depth,
+                       int64_t padded) {
   for (int32_t n = 0; n < padded_rows; n += 2) {
     bf16 *keys = b.few ? b.keys : b.keys + n * 32, *values = b.values + n / 2 * 32;
     if (n + 1 >= count || !decode_common_pair(rows[n], rows[n + 1], keys, values)) {
       for (int32_t i = 0; i < 2; i++) {
-        if (n + i < count) decode_row_bf16(rows[n + i], keys + i * 32, KEY_CHUNK); else clear_row(keys + i * 32, depth);
+        if (n + i < count) decode_row_bf16(rows[n + i], keys + i * 32, KEY_CHUNK);
+        else clear_row(keys + i * 32, depth);
       }
       interleave_rows(keys, KEY_CHUNK, values, BLOCK_ROWS / 2 * 32);
     }

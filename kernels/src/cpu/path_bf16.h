@@ -15,7 +15,9 @@ inline void pack_queries(const kvb_call* call, const Item* item, bf16* packed) {
   for (int32_t h0 = 0; h0 < item->padded; h0 += 16)
     for (int32_t d = 0; d < call->d_qk; d += 32) {
       __m512i rows[16];
-      for (int32_t i = 0; i < 16; i++) rows[i] = h0 + i < item->heads ? _mm512_loadu_si512(q + (item->head0 + h0 + i) * call->q_head_stride + d) : _mm512_setzero_si512();
+      for (int32_t i = 0; i < 16; i++)
+        rows[i] = h0 + i < item->heads ? _mm512_loadu_si512(q + (item->head0 + h0 + i) * call->q_head_stride + d)
+                                       : _mm512_setzero_si512();
       transpose(rows);
       bf16* out = packed + static_cast<int64_t>(h0) * call->d_qk + d * 16;
       for (int32_t i = 0; i < 16; i++) _mm512_store_si512(out + 32 * i, rows[i]);
@@ -26,13 +28,15 @@ inline void pack_few_queries(const kvb_call* call, const Item* item, bf16* packe
   const bf16* q = static_cast<const bf16*>(call->q) + item->query * call->q_query_stride;
   for (int32_t d = 0; d < call->d_qk; d += 32)
     for (int32_t h = 0; h < FEW_HEADS; h++, packed += 32)
-      _mm512_store_si512(packed, h < item->heads ? _mm512_loadu_si512(q + (item->head0 + h) * call->q_head_stride + d) : _mm512_setzero_si512());
+      _mm512_store_si512(packed, h < item->heads ? _mm512_loadu_si512(q + (item->head0 + h) * call->q_head_stride + d)
+                                                 : _mm512_setzero_si512());
 }
 
 // Turns scores into weights, column by column, and says by how much older sums shrink. Weights are rounded to bf16;
 // their own sum normalises the output, the fp32 sum gives the LSE.
 inline void soften(const Buffers& b, int32_t rows, int32_t padded, float scale2, bool first) {
-  const __m512i pairs = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  const __m512i pairs = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                         5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   const __m512bh ones = reinterpret_cast<__m512bh>(_mm512_set1_epi16(0x3f80));
   for (int32_t h = 0; h < padded; h += 16) {
     const float* scores = b.scores + h;
@@ -53,7 +57,8 @@ inline void soften(const Buffers& b, int32_t rows, int32_t padded, float scale2,
       const vfloat even = exp2_lanes(load(scores + n * padded) * scale2 - base);
       const vfloat odd = n + 1 < rows ? exp2_lanes(load(scores + (n + 1) * padded) * scale2 - base) : vfloat{};
       exact += even + odd;
-      const __m512i both = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(odd), reinterpret_cast<__m512>(even)));
+      const __m512i both =
+          reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(odd), reinterpret_cast<__m512>(even)));
       const __m512i packed = _mm512_permutexvar_epi16(pairs, both);
       rounded = _mm512_dpbf16_ps(rounded, ones, reinterpret_cast<__m512bh>(packed));
       _mm512_store_si512(b.weights + (static_cast<int64_t>(n / 2) * padded + h) * 2, packed);
@@ -66,7 +71,8 @@ inline void soften(const Buffers& b, int32_t rows, int32_t padded, float scale2,
 }
 
 inline int64_t buffer_bytes(int64_t padded, int64_t depth) {
-  return 2 * (padded * depth + KEY_CHUNK / 32 * depth + BLOCK_ROWS * KVB_DV) + 4 * BLOCK_ROWS * padded + 2 * EXTRA_WEIGHTS * BLOCK_ROWS * padded + 64 + 4 * padded + 4 * partial_floats(padded);
+  return 2 * (padded * depth + KEY_CHUNK / 32 * depth + BLOCK_ROWS * KVB_DV) + 4 * BLOCK_ROWS * padded +
+         2 * EXTRA_WEIGHTS * BLOCK_ROWS * padded + 64 + 4 * padded + 4 * partial_floats(padded);
 }
 
 int64_t scratch_bytes(const kvb_call* call, int32_t padded) { return buffer_bytes(padded, call->d_qk); }
@@ -75,13 +81,19 @@ void run_item(const kvb_call* call, const Item* item, void* scratch) {
   const int64_t padded = item->padded, depth = call->d_qk;
   bf16* at = static_cast<bf16*>(scratch);
   Buffers b;
-  b.queries = at; at += padded * depth;
-  b.keys = at; at += KEY_CHUNK / 32 * depth;
-  b.values = at; at += BLOCK_ROWS * KVB_DV;
-  b.weights = at; at += EXTRA_WEIGHTS * BLOCK_ROWS * padded;
+  b.queries = at;
+  at += padded * depth;
+  b.keys = at;
+  at += KEY_CHUNK / 32 * depth;
+  b.values = at;
+  at += BLOCK_ROWS * KVB_DV;
+  b.weights = at;
+  at += EXTRA_WEIGHTS * BLOCK_ROWS * padded;
   float* wide = reinterpret_cast<float*>(at);
-  b.scores = wide; wide += BLOCK_ROWS * padded;
-  b.corrections = wide; wide += padded;
+  b.scores = wide;
+  wide += BLOCK_ROWS * padded;
+  b.corrections = wide;
+  wide += padded;
   b.state = state_at(item->partial ? item->partial : wide, padded);
   reset(b.state, item->padded);
   Walk walk = walk_query(call, item);
@@ -91,7 +103,8 @@ void run_item(const kvb_call* call, const Item* item, void* scratch) {
     Ahead first_rows = {rows[0], count, 0};
     first_rows.fetch(count);
     b.few = call->heads <= FEW_HEADS;
-    if (b.few) pack_few_queries(call, item, b.queries); else pack_queries(call, item, b.queries);
+    if (b.few) pack_few_queries(call, item, b.queries);
+    else pack_queries(call, item, b.queries);
     Shapes shapes;
     products_begin(shapes);
     const float scale2 = call->scale * LOG2_E;

@@ -13,8 +13,9 @@
 namespace {
 
 constexpr int32_t BLOCK_ROWS = 64;
-constexpr int32_t SINGLE_ROWS = TILE_ROWS * TILE_VECTORS < 12 ? TILE_ROWS * TILE_VECTORS : 12;   // more streams of rows run slower
-constexpr int32_t KEY_PAD = 16;                     // keeps rows off a power-of-two distance
+constexpr int32_t SINGLE_ROWS =
+    TILE_ROWS * TILE_VECTORS < 12 ? TILE_ROWS * TILE_VECTORS : 12;  // more streams of rows run slower
+constexpr int32_t KEY_PAD = 16;                                     // keeps rows off a power-of-two distance
 
 struct Buffers {
   float *queries, *keys, *scores, *corrections;
@@ -22,7 +23,8 @@ struct Buffers {
 };
 
 inline int64_t buffer_floats(const kvb_call* call, int32_t padded) {
-  return static_cast<int64_t>(padded) * call->d_qk + BLOCK_ROWS * (call->d_qk + KEY_PAD) + BLOCK_ROWS * padded + padded + partial_floats(padded);
+  return static_cast<int64_t>(padded) * call->d_qk + BLOCK_ROWS * (call->d_qk + KEY_PAD) + BLOCK_ROWS * padded +
+         padded + partial_floats(padded);
 }
 
 int64_t scratch_bytes(const kvb_call* call, int32_t padded) { return 4 * buffer_floats(call, padded); }
@@ -33,7 +35,8 @@ inline void pack_queries(const kvb_call* call, const Item* item, float* packed) 
   for (int32_t h = 0; h < item->padded; h += LANES)
     for (int32_t d = 0; d < call->d_qk; d += LANES) {
       vfloat rows[LANES];
-      for (int32_t i = 0; i < LANES; i++) rows[i] = h + i < item->heads ? load_bf16(q + (item->head0 + h + i) * call->q_head_stride + d) : vfloat{};
+      for (int32_t i = 0; i < LANES; i++)
+        rows[i] = h + i < item->heads ? load_bf16(q + (item->head0 + h + i) * call->q_head_stride + d) : vfloat{};
       float* out = packed + static_cast<int64_t>(h) * call->d_qk + d * LANES;
 #if LANES == 16
       transpose(reinterpret_cast<__m512i*>(rows));
@@ -46,7 +49,8 @@ inline void pack_queries(const kvb_call* call, const Item* item, float* packed) 
 }
 
 template <int rows, int vectors>
-inline void score_tile(const float* keys, int64_t key_stride, const float* queries, int32_t depth, float* scores, int64_t padded) {
+inline void score_tile(const float* keys, int64_t key_stride, const float* queries, int32_t depth, float* scores,
+                       int64_t padded) {
   vfloat sum[rows][vectors] = {};
   for (int32_t d = 0; d < depth; d++) {
     vfloat q[vectors];
@@ -59,7 +63,8 @@ inline void score_tile(const float* keys, int64_t key_stride, const float* queri
 }
 
 template <int rows, int vectors>
-inline void score_strip(const Buffers& b, int32_t count, int32_t depth, int64_t padded, int32_t head, Ahead& ahead, int32_t share) {
+inline void score_strip(const Buffers& b, int32_t count, int32_t depth, int64_t padded, int32_t head, Ahead& ahead,
+                        int32_t share) {
   const int64_t stride = depth + KEY_PAD;
   const float* queries = b.queries + static_cast<int64_t>(head) * depth;
   int32_t n = 0;
@@ -67,15 +72,20 @@ inline void score_strip(const Buffers& b, int32_t count, int32_t depth, int64_t 
     ahead.fetch(share);
     score_tile<rows, vectors>(b.keys + n * stride, stride, queries, depth, b.scores + n * padded + head, padded);
   }
-  for (; n + 4 <= count; n += 4) score_tile<4, vectors>(b.keys + n * stride, stride, queries, depth, b.scores + n * padded + head, padded);
-  for (; n < count; n++) score_tile<1, vectors>(b.keys + n * stride, stride, queries, depth, b.scores + n * padded + head, padded);
+  for (; n + 4 <= count; n += 4)
+    score_tile<4, vectors>(b.keys + n * stride, stride, queries, depth, b.scores + n * padded + head, padded);
+  for (; n < count; n++)
+    score_tile<1, vectors>(b.keys + n * stride, stride, queries, depth, b.scores + n * padded + head, padded);
 }
 
 inline void score_block(const Buffers& b, int32_t rows, int32_t depth, int32_t padded, Ahead& ahead) {
-  const int32_t strips = (padded + TILE_VECTORS * LANES - 1) / (TILE_VECTORS * LANES), share = ahead.count * TILE_ROWS / (2 * rows * strips) + 1;
+  const int32_t strips = (padded + TILE_VECTORS * LANES - 1) / (TILE_VECTORS * LANES),
+                share = ahead.count * TILE_ROWS / (2 * rows * strips) + 1;
   int32_t h = 0;
-  for (; h + TILE_VECTORS * LANES <= padded; h += TILE_VECTORS * LANES) score_strip<TILE_ROWS, TILE_VECTORS>(b, rows, depth, padded, h, ahead, share);
-  for (; h < padded; h += LANES) score_strip<SINGLE_ROWS, 1>(b, rows, depth, padded, h, ahead, share * SINGLE_ROWS / TILE_ROWS);
+  for (; h + TILE_VECTORS * LANES <= padded; h += TILE_VECTORS * LANES)
+    score_strip<TILE_ROWS, TILE_VECTORS>(b, rows, depth, padded, h, ahead, share);
+  for (; h < padded; h += LANES)
+    score_strip<SINGLE_ROWS, 1>(b, rows, depth, padded, h, ahead, share * SINGLE_ROWS / TILE_ROWS);
 }
 
 // Turns scores into weights, column by column, and says by how much older sums shrink.
@@ -100,10 +110,12 @@ inline void soften(const Buffers& b, int32_t rows, int32_t padded, float scale2,
 }
 
 template <int heads, int vectors>
-inline void value_tile(const float* keys, int64_t key_stride, const float* weights, int64_t padded, int32_t rows, float* sums, const float* corrections, bool first) {
+inline void value_tile(const float* keys, int64_t key_stride, const float* weights, int64_t padded, int32_t rows,
+                       float* sums, const float* corrections, bool first) {
   vfloat sum[heads][vectors];
   for (int h = 0; h < heads; h++)
-    for (int v = 0; v < vectors; v++) sum[h][v] = first ? vfloat{} : load(sums + (v * padded + h) * LANES) * corrections[h];
+    for (int v = 0; v < vectors; v++)
+      sum[h][v] = first ? vfloat{} : load(sums + (v * padded + h) * LANES) * corrections[h];
   for (int32_t n = 0; n < rows; n++) {
     vfloat k[vectors];
     for (int v = 0; v < vectors; v++) k[v] = load(keys + n * key_stride + v * LANES);
@@ -116,10 +128,13 @@ inline void value_tile(const float* keys, int64_t key_stride, const float* weigh
 
 // The last `left` heads, fewer than a full tile.
 template <int heads>
-inline void value_rest(const Buffers& b, int32_t rows, int64_t stride, int32_t d, const Item* item, int32_t left, bool first) {
+inline void value_rest(const Buffers& b, int32_t rows, int64_t stride, int32_t d, const Item* item, int32_t left,
+                       bool first) {
   if (left == heads) {
     const int32_t h = item->heads - left;
-    value_tile<heads, TILE_VECTORS>(b.keys + d, stride, b.scores + h, item->padded, rows, b.state.sums + static_cast<int64_t>(d) * item->padded + h * LANES, b.corrections + h, first);
+    value_tile<heads, TILE_VECTORS>(b.keys + d, stride, b.scores + h, item->padded, rows,
+                                    b.state.sums + static_cast<int64_t>(d) * item->padded + h * LANES,
+                                    b.corrections + h, first);
   } else if constexpr (heads > 1) {
     value_rest<heads - 1>(b, rows, stride, d, item, left, first);
   }
@@ -133,7 +148,8 @@ inline void value_block(const Buffers& b, int32_t rows, int32_t depth, const Ite
     float* sums = b.state.sums + d * padded;
     int32_t h = 0;
     for (; h + TILE_ROWS <= item->heads; h += TILE_ROWS)
-      value_tile<TILE_ROWS, TILE_VECTORS>(b.keys + d, stride, b.scores + h, padded, rows, sums + h * LANES, b.corrections + h, first);
+      value_tile<TILE_ROWS, TILE_VECTORS>(b.keys + d, stride, b.scores + h, padded, rows, sums + h * LANES,
+                                          b.corrections + h, first);
     value_rest<TILE_ROWS - 1>(b, rows, stride, d, item, item->heads - h, first);
   }
 }
@@ -142,10 +158,14 @@ void run_item(const kvb_call* call, const Item* item, void* scratch) {
   const int32_t padded = item->padded, depth = call->d_qk;
   float* at = static_cast<float*>(scratch);
   Buffers b;
-  b.queries = at; at += static_cast<int64_t>(padded) * depth;
-  b.keys = at; at += BLOCK_ROWS * (depth + KEY_PAD);
-  b.scores = at; at += BLOCK_ROWS * padded;
-  b.corrections = at; at += padded;
+  b.queries = at;
+  at += static_cast<int64_t>(padded) * depth;
+  b.keys = at;
+  at += BLOCK_ROWS * (depth + KEY_PAD);
+  b.scores = at;
+  at += BLOCK_ROWS * padded;
+  b.corrections = at;
+  at += padded;
   b.state = state_at(item->partial ? item->partial : at, padded);
   reset(b.state, padded);
   Walk walk = walk_query(call, item);

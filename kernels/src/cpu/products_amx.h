@@ -14,11 +14,12 @@
 namespace {
 
 constexpr int32_t BLOCK_ROWS = 256;
-constexpr int64_t KEY_CHUNK = (BLOCK_ROWS + 16) * 32;     // not a multiple of 4 KiB: a tile column must not fall into few cache sets
-inline int32_t row_step(int32_t padded) { return padded % 32 ? 64 : 32; }   // rows a score step takes
+constexpr int64_t KEY_CHUNK =
+    (BLOCK_ROWS + 16) * 32;  // not a multiple of 4 KiB: a tile column must not fall into few cache sets
+inline int32_t row_step(int32_t padded) { return padded % 32 ? 64 : 32; }  // rows a score step takes
 constexpr int32_t EXTRA_WEIGHTS = 2;
 constexpr int32_t FEW_HEADS = 0;
-constexpr int64_t TILE = 512;       // bf16 values
+constexpr int64_t TILE = 512;  // bf16 values
 
 struct Buffers {
   bf16 *queries, *keys, *values, *weights;
@@ -38,7 +39,9 @@ inline void stores_are_done() { __asm__ volatile("" ::: "memory"); }
 
 // The calling thread's own tile shapes come back afterwards: torch's matrix library keeps some configured. No initial
 // values here: the compiler knows only the first 8 bytes as read and written by the two instructions.
-struct alignas(64) Shapes { uint8_t bytes[64]; };
+struct alignas(64) Shapes {
+  uint8_t bytes[64];
+};
 
 inline void products_begin(Shapes& saved) {
   static const TileShapes shapes;
@@ -49,12 +52,14 @@ inline void products_begin(Shapes& saved) {
 
 inline void products_end(const Shapes& saved) {
   __asm__ volatile("" ::"r"(&saved) : "memory");
-  if (saved.bytes[0] == 0) _tile_release(); else _tile_loadconfig(saved.bytes);
+  if (saved.bytes[0] == 0) _tile_release();
+  else _tile_loadconfig(saved.bytes);
 }
 
-inline void score_few(const bf16*, const bf16*, int32_t, float*) {}    // tiles serve few heads as well as many
+inline void score_few(const bf16*, const bf16*, int32_t, float*) {}  // tiles serve few heads as well as many
 
-inline void multiply_tiles(const bf16* a0, const bf16* a1, const bf16* b0, const bf16* b1, int32_t steps, int64_t a_step, int64_t b_step) {
+inline void multiply_tiles(const bf16* a0, const bf16* a1, const bf16* b0, const bf16* b1, int32_t steps,
+                           int64_t a_step, int64_t b_step) {
   for (int32_t i = 0; i < steps; i++, a0 += a_step, a1 += a_step, b0 += b_step, b1 += b_step) {
     _tile_loadd(4, a0, 64);
     _tile_loadd(6, b0, 64);
@@ -68,7 +73,8 @@ inline void multiply_tiles(const bf16* a0, const bf16* a1, const bf16* b0, const
 }
 
 // Four tiles of A, `across` apart, against one of B: the last 16 heads. Four sums, since a product takes as long as four.
-inline void multiply_column(const bf16* a, int64_t across, const bf16* b, int32_t steps, int64_t a_step, int64_t b_step) {
+inline void multiply_column(const bf16* a, int64_t across, const bf16* b, int32_t steps, int64_t a_step,
+                            int64_t b_step) {
   for (int32_t i = 0; i < steps; i++, a += a_step, b += b_step) {
     _tile_loadd(6, b, 64);
     _tile_loadd(4, a, 64);
@@ -120,7 +126,8 @@ inline void store_sums(float* at, int64_t right, int64_t down, int64_t line) {
 }
 
 inline void score_block(const Buffers& b, int32_t rows, int32_t depth, int32_t padded, Ahead& ahead) {
-  const int32_t steps = rows / 32 * (padded / 32) + rows / 64 * (padded / 16 % 2), share = ahead.count / (3 * steps) + 1;
+  const int32_t steps = rows / 32 * (padded / 32) + rows / 64 * (padded / 16 % 2),
+                share = ahead.count / (3 * steps) + 1;
   const int64_t line = 4 * static_cast<int64_t>(padded), column = 16 * static_cast<int64_t>(depth);
   stores_are_done();
   for (int32_t n = 0; n < rows; n += 32)
@@ -135,7 +142,8 @@ inline void score_block(const Buffers& b, int32_t rows, int32_t depth, int32_t p
     for (int32_t n = 0; n < rows; n += 64) {
       ahead.fetch(share);
       clear_sums();
-      multiply_column(b.keys + n * 32, TILE, b.queries + (padded - 16) * static_cast<int64_t>(depth), depth / 32, KEY_CHUNK, TILE);
+      multiply_column(b.keys + n * 32, TILE, b.queries + (padded - 16) * static_cast<int64_t>(depth), depth / 32,
+                      KEY_CHUNK, TILE);
       store_sums(b.scores + static_cast<int64_t>(n) * padded + padded - 16, 16 * padded, 32 * padded, line);
     }
   stores_are_done();
@@ -147,7 +155,9 @@ inline void turn_weights(const Buffers& b, int32_t rows, int64_t padded, bf16* t
   for (int64_t h = 0; h < padded; h += 16)
     for (int32_t k = 0; k < blocks; k++, tiles += TILE) {
       __m512i lines[16];
-      for (int32_t i = 0; i < 16; i++) lines[i] = 16 * k + i < pairs ? _mm512_load_si512(b.weights + ((16 * k + i) * padded + h) * 2) : _mm512_setzero_si512();
+      for (int32_t i = 0; i < 16; i++)
+        lines[i] = 16 * k + i < pairs ? _mm512_load_si512(b.weights + ((16 * k + i) * padded + h) * 2)
+                                      : _mm512_setzero_si512();
       transpose(lines);
       for (int32_t i = 0; i < 16; i++) _mm512_store_si512(tiles + 32 * i, lines[i]);
     }
@@ -167,7 +177,10 @@ inline void shrink_sums(const Buffers& b, int32_t heads, int64_t padded) {
 
 inline void value_block(const Buffers& b, int32_t rows, const Item* item, bool first, Ahead& ahead) {
   const int64_t padded = item->padded, slab = BLOCK_ROWS / 2 * 32, across = padded * 16;
-  const int32_t blocks = (rows + 31) / 32, steps = KVB_DV / 32 * static_cast<int32_t>(padded / 32) + KVB_DV / 64 * static_cast<int32_t>(padded / 16 % 2), share = ahead.count / steps + 1;
+  const int32_t blocks = (rows + 31) / 32,
+                steps = KVB_DV / 32 * static_cast<int32_t>(padded / 32) +
+                        KVB_DV / 64 * static_cast<int32_t>(padded / 16 % 2),
+                share = ahead.count / steps + 1;
   bf16* tiles = b.weights + BLOCK_ROWS * padded;
   turn_weights(b, rows, padded, tiles);
   if (!first) shrink_sums(b, item->heads, padded);
@@ -177,15 +190,18 @@ inline void value_block(const Buffers& b, int32_t rows, const Item* item, bool f
       const bf16* weights = tiles + h / 16 * blocks * TILE;
       float* at = b.state.sums + d * across + h * 16;
       ahead.fetch(share);
-      if (first) clear_sums(); else load_sums(at, across, 256);
-      multiply_tiles(weights, weights + blocks * TILE, b.values + d * slab, b.values + (d + 1) * slab, blocks, TILE, TILE);
+      if (first) clear_sums();
+      else load_sums(at, across, 256);
+      multiply_tiles(weights, weights + blocks * TILE, b.values + d * slab, b.values + (d + 1) * slab, blocks, TILE,
+                     TILE);
       store_sums(at, across, 256, 64);
     }
   if (padded % 32)
     for (int64_t d = 0; d < KVB_DV / 16; d += 4) {
       float* at = b.state.sums + d * across + (padded - 16) * 16;
       ahead.fetch(share);
-      if (first) clear_sums(); else load_sums(at, across, 2 * across);
+      if (first) clear_sums();
+      else load_sums(at, across, 2 * across);
       multiply_row(tiles + (padded / 16 - 1) * blocks * TILE, b.values + d * slab, slab, blocks, TILE, TILE);
       store_sums(at, across, 2 * across, 64);
     }

@@ -21,12 +21,12 @@ inline int64_t read_index(const void* base, int32_t bits, int64_t at) {
 struct Walk {
   const kvb_call* call;
   int64_t query;
-  int64_t skip, left;            // live slots still to pass over, and to deliver
+  int64_t skip, left;  // live slots still to pass over, and to deliver
   int32_t cache;
   int64_t position, length, row;
   uint64_t capacity, reciprocal;
 
-  void open() {                  // prepares call->cache[cache]
+  void open() {  // prepares call->cache[cache]
     const kvb_cache& c = call->cache[cache];
     position = length = row = 0;
     int64_t r = c.row_of_query ? read_index(c.row_of_query, c.row_of_query_bits, query) : query;
@@ -39,7 +39,9 @@ struct Walk {
     }
     capacity = static_cast<uint64_t>(c.num_pages) * static_cast<uint64_t>(c.page_rows);
     // floor(2^64 / page_rows) + 1 divides every slot exactly while slot * page_rows < 2^64.
-    reciprocal = c.page_rows > 1 && capacity <= ~0ull / static_cast<uint64_t>(c.page_rows) ? ~0ull / static_cast<uint64_t>(c.page_rows) + 1 : 0;
+    reciprocal = c.page_rows > 1 && capacity <= ~0ull / static_cast<uint64_t>(c.page_rows)
+                     ? ~0ull / static_cast<uint64_t>(c.page_rows) + 1
+                     : 0;
   }
 
   template <bool wide>
@@ -51,9 +53,15 @@ struct Walk {
     const uint64_t page_rows = static_cast<uint64_t>(c.page_rows);
     for (; position < length && count < room; position++) {
       const uint64_t slot = static_cast<uint64_t>(wide ? broad[position] : static_cast<int64_t>(narrow[position]));
-      if (slot >= capacity) continue;        // a negative slot is a huge one
-      if (skip > 0) { skip--; continue; }
-      const uint64_t page = page_rows == 1 ? slot : reciprocal ? static_cast<uint64_t>((static_cast<unsigned __int128>(slot) * reciprocal) >> 64) : slot / page_rows;
+      if (slot >= capacity) continue;  // a negative slot is a huge one
+      if (skip > 0) {
+        skip--;
+        continue;
+      }
+      const uint64_t page = page_rows == 1 ? slot
+                            : reciprocal
+                                ? static_cast<uint64_t>((static_cast<unsigned __int128>(slot) * reciprocal) >> 64)
+                                : slot / page_rows;
       const int64_t in_page = static_cast<int64_t>(slot - page * page_rows);
       const uint8_t* start = static_cast<const uint8_t*>(c.base) + static_cast<int64_t>(page) * c.page_stride_bytes;
       if (rows) {
@@ -104,7 +112,7 @@ inline int32_t first_rows_of(const kvb_call* call, const Item* item, Row* rows, 
   return walk.next(rows, room);
 }
 
-struct Ahead {                     // rows of the next block or item, fetched while this block is multiplied
+struct Ahead {  // rows of the next block or item, fetched while this block is multiplied
   const Row* rows;
   int32_t count, at;
 

@@ -121,7 +121,8 @@ void run_in_pool(int32_t threads, void (*body)(void*), void* context) {
   pool.context = context;
   const int32_t openings = threads - 1 < pool.helpers ? threads - 1 : pool.helpers;
   __atomic_store_n(&pool.openings, openings, __ATOMIC_RELEASE);
-  if (openings == 1) pthread_cond_signal(&pool.wake); else if (openings > 1) pthread_cond_broadcast(&pool.wake);
+  if (openings == 1) pthread_cond_signal(&pool.wake);
+  else if (openings > 1) pthread_cond_broadcast(&pool.wake);
   pthread_mutex_unlock(&pool.lock);
   body(context);
   pthread_mutex_lock(&pool.lock);
@@ -139,8 +140,8 @@ void run_in_pool(int32_t threads, void (*body)(void*), void* context) {
 constexpr int64_t STALL_NANOSECONDS = 2000000;
 constexpr int32_t CALLS_AWAY = 64;
 
-int32_t calls_away = 0;          // calls that still avoid OpenMP
-uint32_t recent_stalls = 0;      // one bit a call, the latest lowest
+int32_t calls_away = 0;      // calls that still avoid OpenMP
+uint32_t recent_stalls = 0;  // one bit a call, the latest lowest
 
 struct Region {
   void (*body)(void*);
@@ -200,7 +201,7 @@ KVB_HIDDEN void* kvb_scratch(int64_t bytes) {
     const int64_t rounded = (bytes + page - 1) / page * page;
     scratch.memory = aligned_alloc(page, static_cast<size_t>(rounded));
 #if defined(__linux__)
-    if (scratch.memory) madvise(scratch.memory, static_cast<size_t>(rounded), MADV_HUGEPAGE);   // fewer address look-ups
+    if (scratch.memory) madvise(scratch.memory, static_cast<size_t>(rounded), MADV_HUGEPAGE);  // fewer address look-ups
 #endif
     if (scratch.memory) scratch.bytes = rounded;
   }

@@ -16,7 +16,6 @@ from kvbridge.engine import PlanRequest, resolve_options
 from kvbridge.engines.sglang import ENGINE
 from kvbridge.engines.sglang.options import resolve_settings
 from kvbridge.engines.sglang.sizes import fit_classic, fit_v4
-from kvbridge.manifest import Manifest
 from kvbridge.models import load_model
 from tests.engines.sglang.sglang_models import UNLIMITED, all_cases
 
@@ -76,7 +75,7 @@ def test_capacity_on_a_gpu_is_sglangs(name: str, models: Path, captured: dict[st
 def test_the_example_manifest_is_what_sglang_allocates(captured: dict[str, Any]) -> None:
     (example,) = parse_manifests(EXAMPLE.read_bytes())
     manifest = captured["v4-page-256"]["manifest"]
-    assert Manifest.from_declared(example).document() == manifest
+    assert example.to_manifest().document() == manifest
 
 
 def test_every_record_of_a_paged_pool_was_met(captured: dict[str, Any]) -> None:

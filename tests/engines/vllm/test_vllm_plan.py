@@ -12,7 +12,7 @@ from kvbridge.audit import audit_manifest
 from kvbridge.engine import EngineError, OptionValue, PlanRequest, load_engine
 from kvbridge.manifest import Manifest, Pool
 from kvbridge.models import ModelConfig, load_model, model_names
-from kvbridge.rules import Severity
+from kvbridge.rule import Severity
 
 
 def plan(

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from sglang.kernels.ops.attention.flash_mla_sm120 import _sm120_sparse_decode_fwd
 from sglang.srt.mem_cache.deepseek_v4_memory_pool import (
     DeepSeekV4IndexerPool,
     DeepSeekV4SingleKVPool,
@@ -82,6 +83,32 @@ def write_v4(rows: torch.Tensor, out: dict[str, torch.Tensor]) -> None:
             out[f"{name}.{page_rows}.decoded"] = decoded[:, 0].contiguous()
             tails = pool.kv_buffer[0][:, cache.layout.payload_bytes :]
             assert not bool(tails.any()), "the tail pad was written"
+
+
+def decode_v4(data: dict[str, torch.Tensor], out: dict[str, torch.Tensor]) -> None:
+    """SGLang's torch decode of its SM120 path, from a window pool of 256 rows a page and a C4 pool of 64."""
+    pack = quantise_v4(data["rows"], PRODUCTION_FLOOR)
+    caches = []
+    for page_rows in (256, 64):
+        pool = DeepSeekV4SingleKVPool(1024, page_rows, FP8, 448, 64, 1, "cpu", False, global_page_size=256)
+        slots = make_slots(len(data["rows"]), capacity=1024, first=page_rows)
+        pool.set_key_buffer(0, slots, pack)
+        pages = pool.get_key_buffer(0)
+        caches.append((pages[:, : page_rows * 584].view(pages.shape[0], page_rows, 1, 584), slots.int()))
+    (window, window_slots), (extra, extra_slots) = caches
+    result, _ = _sm120_sparse_decode_fwd(
+        data["q"].unsqueeze(1),
+        window,
+        window_slots[data["window_rows"]].unsqueeze(1),
+        data["window_lengths"],
+        data["sink"],
+        512,
+        512**-0.5,
+        extra,
+        extra_slots[data["extra_rows"]].unsqueeze(1),
+        data["extra_lengths"],
+    )
+    out["decode"] = result.squeeze(1).contiguous()
 
 
 def write_v41(rows: torch.Tensor, out: dict[str, torch.Tensor]) -> None:
@@ -155,6 +182,7 @@ def main() -> None:
     out: dict[str, torch.Tensor] = {}
     with published_arguments(device="cpu", kv_cache_dtype="auto"), get_parallel().override(attn_dcp_rank=0):
         write_v4(data["rows"], out)
+        decode_v4(data, out)
         write_v41(data["rows"], out)
         write_uniform(data["rows"], out)
         write_classic(data["rows"], data["rope"], out)

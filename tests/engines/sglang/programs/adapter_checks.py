@@ -28,7 +28,6 @@ from kvbridge.engines.sglang.live import declare, live_findings
 from kvbridge.engines.sglang.unified import read_unified
 from kvbridge.engines.sglang.workarounds import published_arguments
 from kvbridge.errors import LayoutError, StaleViewError
-from kvbridge.manifest import Manifest
 from kvbridge.records import get_record
 from kvbridge.view import Liveness
 from tests.engines.sglang.programs.checks_support import (
@@ -178,7 +177,7 @@ def unified_pools() -> None:
         )
         caches = list(read_unified(pool, ratios=[0, 4, 128]))
         assert views_share_memory(caches) == count
-        manifest = Manifest.from_declared(declare(caches, version="0.5.23"))
+        manifest = declare(caches, version="0.5.23").to_manifest()
         assert len(manifest.storages) == (6 if fp8 else 3)  # window and compressed rows of a layer share a storage
         c4 = manifest.find_pools("c4")[0]
         assert c4.layers[0].offset_bytes == pool.swa_pages * (512 if fp8 else 1024)
@@ -266,7 +265,7 @@ def capture_of_a_folder() -> None:
 @check
 def capture_of_a_live_pool_needs_no_import_of_its_class() -> None:
     """capture_pool takes whatever object serves."""
-    manifest = Manifest.from_declared(capture_pool(single(256), model="live"))
+    manifest = capture_pool(single(256), model="live").to_manifest()
     assert (manifest.engine.version, manifest.model) == ("0.5.23", "live")
     assert manifest.pools[0].row_bytes == get_record("v4").row_bytes
 

@@ -22,7 +22,6 @@ from kvbridge.engines.sglang.capture import capture_pool
 from kvbridge.engines.sglang.layouts import read_pool
 from kvbridge.engines.sglang.live import live_findings
 from kvbridge.engines.sglang.options import resolve_settings
-from kvbridge.manifest import Manifest
 from kvbridge.models import load_model
 
 
@@ -40,7 +39,7 @@ def capture_budget(folder: Path, given: dict[str, Any], budget: int) -> dict[str
             assert view.pages.untyped_storage().data_ptr() == cache.tensor.untyped_storage().data_ptr(), cache.name
             assert view.pages.data_ptr() == cache.tensor.data_ptr() == view.base_address, cache.name
             assert tuple(view.pages.shape) == (cache.layout.num_pages, cache.layout.payload_bytes), cache.name
-        manifest = Manifest.from_declared(capture_pool(pool, model=model.name, options=given))
+        manifest = capture_pool(pool, model=model.name, options=given).to_manifest()
         return {"manifest": manifest.document(), "findings": findings, "views": len(views)}
 
 

@@ -1,4 +1,4 @@
-"""What the adapter checks share: registering them, building SGLang's pools, and the proof that a view copies nothing."""
+"""What the adapter checks share: registration, SGLang's pools, and the proof that a view copies nothing."""
 
 from __future__ import annotations
 
