@@ -43,7 +43,7 @@ def run(arguments: Namespace, terminal: Terminal) -> Exit:
         code, text = run_there(arguments.python, ["parity", "--engine", arguments.engine], arguments.given_options)
         if code not in (Exit.CLEAN, Exit.FINDINGS):
             return code
-        document: dict[str, Any] = json.loads(text)
+        document = _read(text, arguments.python)
     else:
         from kvbridge.engine import load_engine, resolve_options
 
@@ -60,3 +60,18 @@ def run(arguments: Namespace, terminal: Terminal) -> Exit:
             write_output(renderers[name](document), path)
     write_output(renderers[arguments.format](document), arguments.output)
     return code
+
+
+def _read(text: str, python: str) -> dict[str, Any]:
+    """What the other interpreter wrote."""
+    from kvbridge.engine import EngineError
+
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise EngineError(
+            f"--python {python}: got output that is not JSON ({error}), expected a parity report"
+        ) from error
+    if not isinstance(document, dict) or "parity" not in document:
+        raise EngineError(f"--python {python}: got {text[:80]!r}, expected a parity report")
+    return document

@@ -108,9 +108,14 @@ def test_another_interpreter_gets_options_and_its_output_comes_back(tmp_path: Pa
     assert code == 1
     assert text.startswith("-m kvbridge.inspect parity --engine vllm -O block-size=64 -O flag=true -o ")
     outcome = call("parity", "--engine", "vllm", "--python", stand_in)
+    assert outcome.code == 2
+    assert "got output that is not JSON" in outcome.err
+    report = '{"engine": "vllm", "parity": {"ok": false}, "schema_version": 1}'
+    stand_in.write_text(script.replace('"$@"', f"'{report}'"), encoding="utf-8")
+    outcome = call("parity", "--engine", "vllm", "--python", stand_in)
     assert outcome.code == 1
     assert "chatter" not in outcome.out
-    assert outcome.out.startswith("-m kvbridge.inspect parity")
+    assert outcome.json["parity"] == {"ok": False}
     stand_in.write_text("#!/bin/sh\nexit 0\n", encoding="utf-8")
     assert "ended with 0 and wrote nothing" in call("parity", "--engine", "vllm", "--python", stand_in).err
     stand_in.write_text("#!/bin/sh\nexit 44\n", encoding="utf-8")
