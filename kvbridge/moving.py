@@ -49,13 +49,17 @@ def run_plan(plan: CopyPlan, source: PageView, target: PageView) -> None:
     target.require_live()
     _require_apart(plan, source, target)
     mover = _Mover(source, target)
-    for copy in plan.copies:
-        if not copy.is_strided:
-            mover.move_scattered(copy)
-        elif copy.rows > 1 or not mover.on_host or copy.total_bytes >= _TORCH_FROM_BYTES:
-            mover.move_strided(copy)
-        else:
-            mover.move_slices(copy.sources, copy.targets, copy.row_bytes)
+    import torch
+
+    # Engines allocate their caches in inference mode; such tensors are written in that mode only, others in any.
+    with torch.inference_mode():
+        for copy in plan.copies:
+            if not copy.is_strided:
+                mover.move_scattered(copy)
+            elif copy.rows > 1 or not mover.on_host or copy.total_bytes >= _TORCH_FROM_BYTES:
+                mover.move_strided(copy)
+            else:
+                mover.move_slices(copy.sources, copy.targets, copy.row_bytes)
 
 
 class _Mover:

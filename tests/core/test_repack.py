@@ -210,6 +210,23 @@ def test_quarters_of_a_page_are_one_copy_a_block() -> None:
         ]
 
 
+@pytest.mark.parametrize("mode", [True, False])
+@pytest.mark.parametrize("kind", ["strided", "scattered", "rows"])
+def test_pools_of_inference_mode(mode: bool, kind: str) -> None:
+    """Engines allocate in inference mode; a transfer may run in it or not."""
+    layout = rows("v41", page_rows=64)
+    goal = rows("v41_interleaved", page_rows=64) if kind == "rows" else layout
+    with torch.inference_mode():
+        source, target = bind(layout, 64), bind(goal, 64, seed=1)
+    plain = bind(goal, 64, seed=2)
+    here = Random(1).sample(range(64), 64) if kind == "scattered" else list(range(64))
+    with torch.inference_mode(mode):
+        for pool in (target, plain):
+            copy_pages(source, pool, source_pages=here, target_pages=range(64))
+            assert torch.equal(pool.region("values"), source.region("values")[here])
+    plain.pages[0] = 0  # still an ordinary tensor
+
+
 def test_bf16_pools() -> None:
     layout = rows("mla_bf16", page_rows=4, dtype="bfloat16")
     source = PageView.from_tensor(torch.randn(3, 4, 576).to(torch.bfloat16), layout)
