@@ -193,7 +193,7 @@ class Placement:
             plan: Spans in this placement's coordinates.
             pages: Page ids the caller owns; all pages by default.
             operation: `clear` may cover tail pads, `read` and `write` only payloads.
-            neighbours: Other layers of the storage, to be named in the message.
+            neighbours: Layers of the storage, to be named in the message (`blocks.group_placements`).
 
         Raises:
             SpanError: A span leaves the storage, or its page, or touches a page that is not the caller's.
@@ -225,7 +225,7 @@ class Placement:
         begin = self.start + first * stride
         inside = first >= 0 and last < self.num_pages and end <= self.start + last * stride + extent
         if not inside or start >= begin + extent or (first < last and extent < stride):
-            touched = [other.name for other in neighbours if other.touches(span)]
+            touched = [other.name for other in neighbours if other != self and other.touches(span)]
             raise SpanError(
                 "plan",
                 got=f"[{start}, {end})",

@@ -93,6 +93,14 @@ def test_overlapping_layers_of_one_group_are_refused() -> None:
             block_spans(manifest(slab_pool("swa", "g0", offsets), storage_bytes=None), group="g0", blocks=[0])
 
 
+def test_a_foreign_plan_names_the_layers_it_touches() -> None:
+    whole = manifest(slab_pool("swa", "g0", [0, 37440, 74880]))
+    places = group_placements(whole, "g0")["slab"]
+    with pytest.raises(SpanError, match=r"layer swa.37440, payload .*; touches swa.0, swa.74880\)"):
+        places[1].check([(0, 149760)], neighbours=places)
+    places[1].check([(37440, 37440)], neighbours=places)
+
+
 def test_blocks_and_groups_that_do_not_exist() -> None:
     one = manifest(slab_pool("swa", "g0", [0]), index_only_pool("anchor", page_rows=64))
     with pytest.raises(SpanError, match=r"group: got g1, expected one of \['g0'\] with layers that own bytes"):
