@@ -236,11 +236,6 @@ def cases() -> st.SearchStrategy[Case]:
     return st.randoms(use_true_random=False).map(random_case)
 
 
-def page_lists(num_pages: int) -> st.SearchStrategy[list[int]]:
-    """Page ids of a pool, in any order, with repeats."""
-    return st.lists(st.integers(0, num_pages - 1), max_size=12) if num_pages else st.just([])
-
-
 def random_pages(rng: Random, num_pages: int) -> range | list[int]:
     """Page ids: a range, a shuffled set, or a list with repeats."""
     if not num_pages:
