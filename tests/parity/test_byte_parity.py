@@ -4,31 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from kvbridge.codec import dequantise
-from tests.engines.sglang.sglang_session import run_all
 from tests.parity import byte_parity
 from tests.parity.parity_rows import COUNT, make_rows
 
 pytestmark = pytest.mark.timeout(1500)  # the first test waits for every program in SGLang's interpreter
 
 Rows = dict[str, torch.Tensor]
-
-
-@pytest.fixture(scope="module")
-def inputs() -> Rows:
-    return load_file(run_all().folder / "rows.safetensors")
-
-
-@pytest.fixture(scope="module")
-def sglang() -> Rows:
-    return load_file(run_all().output("sglang_writer"))
-
-
-@pytest.fixture(scope="module")
-def vllm(inputs: Rows, tmp_path_factory: pytest.TempPathFactory) -> Rows:
-    return byte_parity.written_by("vllm", run_all().folder / "rows.safetensors", tmp_path_factory.mktemp("parity"))
 
 
 def test_the_rows_hold_every_special_value() -> None:
@@ -44,8 +27,8 @@ def test_the_rows_hold_every_special_value() -> None:
     assert {2.0**-13, 1.0, 2.0**20} <= set(amax.tolist())
 
 
-def test_sglang_and_codec_agree_byte_for_byte(inputs: Rows, sglang: Rows) -> None:
-    comparisons = list(byte_parity.sglang_and_codec(inputs, sglang))
+def test_sglang_and_codec_agree_byte_for_byte(parity_inputs: Rows, sglang_rows: Rows) -> None:
+    comparisons = list(byte_parity.sglang_and_codec(parity_inputs, sglang_rows))
     assert [entry.line() for entry in comparisons if entry.unexplained] == []
     exact = {entry.record for entry in comparisons if not any(entry.causes.values())}
     assert exact >= {
@@ -64,24 +47,24 @@ def test_sglang_and_codec_agree_byte_for_byte(inputs: Rows, sglang: Rows) -> Non
 
 
 @pytest.mark.parametrize("written", ["v4.256", "v4.64", "v4.2", "v4-helper.64"])
-def test_sglangs_reader_and_the_codec_decode_alike(written: str, sglang: Rows) -> None:
-    decoded = dequantise(sglang[written], "v4", dtype=torch.bfloat16)
-    assert torch.equal(decoded.view(torch.int16), sglang[f"{written}.decoded"].view(torch.int16))
+def test_sglangs_reader_and_the_codec_decode_alike(written: str, sglang_rows: Rows) -> None:
+    decoded = dequantise(sglang_rows[written], "v4", dtype=torch.bfloat16)
+    assert torch.equal(decoded.view(torch.int16), sglang_rows[f"{written}.decoded"].view(torch.int16))
 
 
 @pytest.mark.parametrize("record", ["v41", "v41_fp4"])
-def test_sglangs_v41_references_and_the_codec_decode_alike(record: str, sglang: Rows) -> None:
-    decoded = dequantise(sglang[record], record, dtype=torch.bfloat16)
-    assert torch.equal(decoded.view(torch.int16), sglang[f"{record}.decoded"].view(torch.int16))
+def test_sglangs_v41_references_and_the_codec_decode_alike(record: str, sglang_rows: Rows) -> None:
+    decoded = dequantise(sglang_rows[record], record, dtype=torch.bfloat16)
+    assert torch.equal(decoded.view(torch.int16), sglang_rows[f"{record}.decoded"].view(torch.int16))
 
 
-def test_sglang_writes_the_same_rows_into_pages_of_any_size(sglang: Rows) -> None:
-    assert torch.equal(sglang["v4.256"], sglang["v4.64"])
-    assert torch.equal(sglang["v4.256"], sglang["v4.2"])
+def test_sglang_writes_the_same_rows_into_pages_of_any_size(sglang_rows: Rows) -> None:
+    assert torch.equal(sglang_rows["v4.256"], sglang_rows["v4.64"])
+    assert torch.equal(sglang_rows["v4.256"], sglang_rows["v4.2"])
 
 
-def test_vllm_and_codec_differ_only_by_named_causes(inputs: Rows, vllm: Rows) -> None:
-    comparisons = list(byte_parity.vllm_and_codec(inputs, vllm))
+def test_vllm_and_codec_differ_only_by_named_causes(parity_inputs: Rows, vllm_rows: Rows) -> None:
+    comparisons = list(byte_parity.vllm_and_codec(parity_inputs, vllm_rows))
     assert len(comparisons) == 3
     for entry in comparisons:
         assert entry.unexplained == 0, entry.line()
@@ -89,19 +72,19 @@ def test_vllm_and_codec_differ_only_by_named_causes(inputs: Rows, vllm: Rows) ->
         assert entry.causes[byte_parity.FLUSH] > 0
 
 
-def test_sglang_and_vllm_differ_only_by_named_causes(inputs: Rows, sglang: Rows, vllm: Rows) -> None:
-    for entry in byte_parity.sglang_and_vllm(inputs, sglang, vllm):
+def test_sglang_and_vllm_differ_only_by_named_causes(parity_inputs: Rows, sglang_rows: Rows, vllm_rows: Rows) -> None:
+    for entry in byte_parity.sglang_and_vllm(parity_inputs, sglang_rows, vllm_rows):
         assert entry.unexplained == 0, entry.line()
         assert all(entry.causes.values()), entry.line()
 
 
-def test_rope_bytes_and_values_of_both_engines(inputs: Rows, sglang: Rows, vllm: Rows) -> None:
-    left, right = sglang["v4.64"], vllm["c4"]
+def test_rope_bytes_and_values_of_both_engines(parity_inputs: Rows, sglang_rows: Rows, vllm_rows: Rows) -> None:
+    left, right = sglang_rows["v4.64"], vllm_rows["c4"]
     differ = (left != right)[:, 448:576]
-    zero = (inputs["rows"][:, 448:] == 0).repeat_interleave(2, 1)
+    zero = (parity_inputs["rows"][:, 448:] == 0).repeat_interleave(2, 1)
     assert not bool((differ & ~zero).any())  # RoPE bytes are equal; zeros may lose their sign
     assert not bool((left != right)[:, 583].any())  # and so is the unused byte
-    rows = inputs["rows"].double()[:, :448]
+    rows = parity_inputs["rows"].double()[:, :448]
     a, b = (dequantise(side, "v4", dtype=torch.float64)[:, :448] for side in (left, right))
     scales = [torch.exp2(side[:, 576:583].double() - 127).repeat_interleave(64, 1) for side in (left, right)]
     same_tile = scales[0] == scales[1]
