@@ -61,7 +61,7 @@ Cut cut_of(int32_t units, int32_t groups, int32_t splits) {
   return {ceil_div(units, group_units), group_units * 16, splits};
 }
 
-// The cut with the least work on the busiest thread. 16 heads cost 2, dequantising the rows for them what the path says,
+// The cut with the least work on the busiest thread. 16 heads cost 2, dequantising their rows what the path says,
 // a merge as much as 8 heads over 1200 rows.
 Cut cut(const kvb_call* call, const Path* path) {
   const int32_t units = ceil_div(call->heads, 16);

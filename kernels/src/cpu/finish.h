@@ -29,7 +29,7 @@ inline void reset(const State& state, int32_t padded) {
   }
 }
 
-// The factor that turns sums into outputs, for LANES heads: 1 / (sum + exp(sink - max)), scaled so that nothing overflows.
+// The factor that turns sums into outputs, for LANES heads: 1 / (sum + exp(sink - max)), scaled against overflow.
 inline vfloat normaliser(vfloat maximum, vfloat sum, vfloat sink) {
   const vfloat sink2 = sink * LOG2_E;
   vfloat top = larger(maximum, sink2);

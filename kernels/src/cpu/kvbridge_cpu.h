@@ -62,7 +62,7 @@ enum {
   KVB_ERRORS
 };
 
-// Where the parts of one record lie. A row is `values` codes with one scale per `group` values, then `tail_values` bf16.
+// Where the parts of one record lie. A row is `values` codes, one scale per `group` of them, then `tail_values` bf16.
 typedef struct kvb_record {
   int32_t code;                 // KVB_CODE_*
   int32_t scale;                // KVB_SCALE_*

@@ -1,6 +1,6 @@
 // Brings rows into keys and values two at a time. The common records, e4m3 with power-of-two scales, are decoded,
-// stored and interleaved in one pass over registers; every other pair goes row by row through memory. With few heads the
-// scores of a pair are summed at once, so that its keys never leave the first cache.
+// stored and interleaved in one pass over registers; every other pair goes row by row through memory. With few heads
+// the scores of a pair are summed at once, so that its keys never leave the first cache.
 #pragma once
 
 namespace {
@@ -37,7 +37,7 @@ inline bool decode_pair(const Row& a, const Row& b, bf16* keys, bf16* values) {
 
 inline bool decode_common_pair(const Row& a, const Row& b, bf16* keys, bf16* values) {
   const kvb_record& r = *a.record;
-  if (a.record != b.record || r.scale != KVB_SCALE_UE8M0) return false;
+  if (a.record != b.record || r.scale != KVB_SCALE_UE8M0 || r.values + r.tail_values != KVB_DV) return false;
   return r.group == 32 ? decode_pair<2>(a, b, keys, values) : decode_pair<1>(a, b, keys, values);
 }
 

@@ -72,7 +72,8 @@ inline void multiply_tiles(const bf16* a0, const bf16* a1, const bf16* b0, const
   }
 }
 
-// Four tiles of A, `across` apart, against one of B: the last 16 heads. Four sums, since a product takes as long as four.
+// Four tiles of A, `across` apart, against one of B: the last 16 heads. Four sums, since the latency of a product is
+// that of four.
 inline void multiply_column(const bf16* a, int64_t across, const bf16* b, int32_t steps, int64_t a_step,
                             int64_t b_step) {
   for (int32_t i = 0; i < steps; i++, a += a_step, b += b_step) {
