@@ -349,3 +349,20 @@ def test_run_and_bind_give_the_same_bits() -> None:
     scenario.clear()
     mla.bind(prepared, **arguments(scenario)).run()
     assert torch.equal(first, scenario.out)
+
+
+def test_a_released_call_computes_nothing_until_it_is_given_everything_again() -> None:
+    scenario = build(PLAIN)
+    bound = mla.bind(mla.prepare(scenario.plan, backend="cpu"), **arguments(scenario))
+    bound.run()
+    bound.release()
+    scenario.clear()
+    bound.run()
+    assert scenario.out.isnan().all()
+    slots, lengths = [c.slots for c in scenario.caches], [c.lengths for c in scenario.caches]
+    with pytest.raises(ShapeError, match=r"out.shape\[0\]: got 0, expected 4"):
+        bound.run(q=scenario.q, slots=slots, lengths=lengths)
+    with pytest.raises(ArgumentError):
+        bound.run(slots=slots)
+    bound.run(q=scenario.q, out=scenario.out, lse=scenario.lse, slots=slots, lengths=lengths)
+    assert not judge(scenario).failures
