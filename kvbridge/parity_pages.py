@@ -99,7 +99,8 @@ def _only(rows: object, drop: Sequence[str] = ()) -> list[dict[str, Any]]:
     if not isinstance(rows, (list, tuple)) or not all(isinstance(row, Mapping) for row in rows):
         return []
     names = dict.fromkeys(name for row in rows for name in row if name not in drop)
-    ordered = sorted(names, key=lambda name: _COLUMNS.index(name) if name in _COLUMNS else len(_COLUMNS) // 2)
+    middle = len(_COLUMNS) // 2
+    ordered = sorted(names, key=lambda name: (_COLUMNS.index(name) if name in _COLUMNS else middle, name))
     return [{name: row.get(name) for name in ordered} for row in rows]
 
 

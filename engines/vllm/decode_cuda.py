@@ -76,6 +76,7 @@ def served_class(chosen: type, vllm_config: Any, mode: KernelMode) -> type:
         EngineError: The mode is `force` and the kernel cannot serve.
     """
     from kvbridge.kernels import mla
+    from vllm.platforms import current_platform
 
     try:
         module = sys.modules[MODULE]
@@ -84,7 +85,9 @@ def served_class(chosen: type, vllm_config: Any, mode: KernelMode) -> type:
         if mode is KernelMode.COMPARE:
             raise EngineError("mode: got compare, expected on or force on a GPU: prefill and decode differ there")
         for caps in caps_of(vllm_config):
-            choice = mla.explain(mla.plan(caps), device="cuda")
+            choice = mla.explain(mla.plan(caps), device=current_platform.device_type)
+            if choice.backend != "cuda" and choice.by == "preference":
+                raise EngineError(f"backend: got {choice}, expected cuda, or the name of another in KVBRIDGE_BACKEND")
     except Exception as refusal:
         _say_once(mode, str(refusal), functools.partial(refuse, mode, refusal))
         return chosen
@@ -123,7 +126,7 @@ def _extra(config: Any, ratio: int, length: int) -> int:
     if ratio <= 1:
         return 0
     # C128's slots are as wide as the longest sequence needs, rounded up to vLLM's tile of 128 (sparse_mla.py).
-    return int(config.index_topk) if ratio == 4 else -(-length // ratio + 127) // 128 * 128
+    return int(config.index_topk) if ratio == 4 else (-(-length // ratio) + 127) // 128 * 128
 
 
 def make_caps(*, queries: int, heads: int, window: int, extra: int) -> Caps:

@@ -78,7 +78,7 @@ def test_worker_processes_load_the_plugin_themselves() -> None:
     done = run_in_engine(
         "vllm",
         ["-m", "tests.engines.vllm.vllm_generate", MODEL],
-        environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "KVBRIDGE_DECODE": "force"},
+        environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "KVBRIDGE_DECODE": "force", "OMP_NUM_THREADS": "1"},
     )
     output = done.stdout + done.stderr
     assert output.count("kvbridge: kernel force: 4 attention layers (1 c128, 2 c4, 1 swa), backend cpu") == 1
