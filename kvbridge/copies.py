@@ -9,16 +9,14 @@ Equal steps stay one strided copy, whatever the count, so that a plan is small; 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from kvbridge.integers import Numbers, affine, regular_parts
 from kvbridge.runs import Span, Spans, join_spans
 from kvbridge.spans import Placement, row_blocks
 
-_REGULAR = 32
-"""Pieces with equal steps from which on a list of starts is worth a strided copy of its own."""
-
-Starts = range | list[int]
 _Shape = tuple[int, int, int, int]  # row_bytes, rows, source_row_stride, target_row_stride
 
 
@@ -35,8 +33,8 @@ class RowCopy:
         target_row_stride: Likewise in the target.
     """
 
-    sources: Starts
-    targets: Starts
+    sources: Numbers
+    targets: Numbers
     row_bytes: int
     rows: int = 1
     source_row_stride: int = 0
@@ -101,10 +99,10 @@ class CopyBuilder:
         self._source, self._target = source, target
         self._pieces = _pieces(source, target)
         self._whole = source.layout.regions == target.layout.regions
-        self._loose: dict[_Shape, tuple[list[int], list[int]]] = {}
+        self._loose: dict[_Shape, tuple[array[int], array[int]]] = {}
         self._copies: list[RowCopy] = []
 
-    def add(self, here: Starts, there: Starts, source_row: int, target_row: int, rows: int) -> None:
+    def add(self, here: Numbers, there: Numbers, source_row: int, target_row: int, rows: int) -> None:
         """Adds the same rows of many pages: page here[i] to page there[i].
 
         Args:
@@ -128,19 +126,20 @@ class CopyBuilder:
         """The plan."""
         copies = self._copies
         for shape, (sources, targets) in self._loose.items():
-            copies.extend(RowCopy(*pair, *shape) for pair in _regular_parts(sources, targets))
+            copies.extend(RowCopy(*pair, *shape) for pair in regular_parts(sources, targets))
         return CopyPlan(tuple(map(_joined, _stacked(copies))))
 
     def _add(
-        self, here: Starts, there: Starts, first: int, target_first: int, shape: tuple[int, int, int, int]
+        self, here: Numbers, there: Numbers, first: int, target_first: int, shape: tuple[int, int, int, int]
     ) -> None:
-        sources = _starts(here, self._source.start + first, self._source.layout.page_stride_bytes)
-        targets = _starts(there, self._target.start + target_first, self._target.layout.page_stride_bytes)
-        if isinstance(sources, range) and isinstance(targets, range):
-            if sources:
-                self._copies.append(RowCopy(sources, targets, *shape))
+        sources = affine(here, self._source.start + first, self._source.layout.page_stride_bytes)
+        targets = affine(there, self._target.start + target_first, self._target.layout.page_stride_bytes)
+        if not here:
             return
-        loose_sources, loose_targets = self._loose.setdefault(shape, ([], []))
+        if isinstance(sources, range) and isinstance(targets, range):
+            self._copies.append(RowCopy(sources, targets, *shape))
+            return
+        loose_sources, loose_targets = self._loose.setdefault(shape, (array("q"), array("q")))
         loose_sources.extend(sources)
         loose_targets.extend(targets)
 
@@ -164,49 +163,6 @@ def _pieces(source: Placement, target: Placement) -> tuple[tuple[Span, Span, int
             )
         )
     return tuple(pieces)
-
-
-def _starts(pages: Starts, first: int, stride: int) -> Starts:
-    """First bytes of the same rows of many pages; a rising range of pages stays a range."""
-    if isinstance(pages, range) and pages.step > 0:
-        return range(first + pages.start * stride, first + pages.stop * stride, pages.step * stride)
-    return [first + page * stride for page in pages]
-
-
-def _regular_parts(sources: list[int], targets: list[int]) -> Iterator[tuple[Starts, Starts]]:
-    """Cuts two lists into ranges where some `_REGULAR` steps are equal, and lists between them."""
-    begin = place = 0
-    count = len(sources)
-    probe = _REGULAR // 2  # a stretch of _REGULAR equal steps holds a whole probe, so the others need no closer look
-    while place + probe < count:
-        step, target_step = sources[place + 1] - sources[place], targets[place + 1] - targets[place]
-        if (
-            step <= 0
-            or target_step <= 0
-            or sources[place + probe] - sources[place] != probe * step
-            or targets[place + probe] - targets[place] != probe * target_step
-        ):
-            place += probe
-            continue
-        first, end = place, place + 1
-        while first > begin and (sources[first] - sources[first - 1], targets[first] - targets[first - 1]) == (
-            step,
-            target_step,
-        ):
-            first -= 1
-        while end < count and (sources[end] - sources[end - 1], targets[end] - targets[end - 1]) == (step, target_step):
-            end += 1
-        if end - first > probe:
-            if begin < first:
-                yield sources[begin:first], targets[begin:first]
-            yield (
-                range(sources[first], sources[end - 1] + 1, step),
-                range(targets[first], targets[end - 1] + 1, target_step),
-            )
-            begin = end
-        place = max(end, place + 1)
-    if begin < count:
-        yield sources[begin:], targets[begin:]
 
 
 def _stacked(copies: list[RowCopy]) -> list[RowCopy]:

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import ctypes
 from array import array
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from kvbridge.copies import CopyPlan, RowCopy, Starts
+from kvbridge.copies import CopyPlan, RowCopy
 from kvbridge.errors import SpanError
+from kvbridge.integers import Numbers, as_tensor
 from kvbridge.spans import Operation, Placement
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 _TORCH_FROM_BYTES = 1 << 20
 """Bytes from which on a strided copy goes to torch; a smaller one costs less as memoryview slices."""
 
-_GATHER_FROM = 32
+_GATHER_FROM = 16
 """Neighbouring target pages from which on they are gathered in one call."""
 
 _SORT_FROM = 1024
@@ -78,7 +80,7 @@ class _Mover:
             _strided(self._source, copy, copy.sources, copy.source_row_stride)
         )
 
-    def move_slices(self, sources: Starts, targets: Starts, length: int) -> None:
+    def move_slices(self, sources: Iterable[int], targets: Iterable[int], length: int) -> None:
         """Piece by piece through memoryviews of the two storages."""
         read, write = self._memory = self._memory or (_memory(self._source), _memory(self._target))
         for start, goal in zip(sources, targets, strict=True):
@@ -86,7 +88,7 @@ class _Mover:
 
     def move_scattered(self, copy: RowCopy) -> None:
         """Pieces whose steps differ: gathered where their targets are neighbours, one by one elsewhere."""
-        if self._worth_gathering(copy):
+        if self._same_device and len(copy.sources) >= _GATHER_FROM:
             copy = self._gather_runs(copy)
         if self.on_host and copy.rows == 1:
             self.move_slices(*_in_source_order(copy), copy.row_bytes)
@@ -103,19 +105,12 @@ class _Mover:
                 )
             )
 
-    def _worth_gathering(self, copy: RowCopy) -> bool:
-        """One thread moves whole pages as fast through memoryviews; a gather has all threads, and rows."""
-        import torch
-
-        many = self._same_device and len(copy.sources) >= _GATHER_FROM
-        return many and (not self.on_host or copy.rows > 1 or torch.get_num_threads() > 1)
-
     def _gather_runs(self, copy: RowCopy) -> RowCopy:
         """Gathers what goes to neighbouring pages; gives what is left."""
         import torch
 
-        targets, order = _numbers(copy.targets).sort()
-        sources = _numbers(copy.sources)[order]
+        targets, order = as_tensor(copy.targets).sort()
+        sources = as_tensor(copy.sources)[order]
         first, stride = int(sources.min()), self._source.page_stride_bytes
         places, odd = (sources - first).div(stride, rounding_mode="floor"), (sources - first).remainder(stride)
         step = self._target.page_stride_bytes
@@ -138,10 +133,10 @@ class _Mover:
             torch.index_select(here, 0, places[begin : begin + count].to(device), out=there)
         left = ~long.repeat_interleave(lengths)
         shape = (copy.row_bytes, copy.rows, copy.source_row_stride, copy.target_row_stride)
-        return RowCopy(sources[left].tolist(), targets[left].tolist(), *shape)
+        return RowCopy(array("q", sources[left].tolist()), array("q", targets[left].tolist()), *shape)
 
 
-def _strided(view: PageView, copy: RowCopy, starts: Starts, row_stride: int) -> torch.Tensor:
+def _strided(view: PageView, copy: RowCopy, starts: Numbers, row_stride: int) -> torch.Tensor:
     """The bytes of equal steps as uint8 [copies, rows, row_bytes] on a view's storage."""
     step = starts.step if isinstance(starts, range) and len(starts) > 1 else 0
     return view.pages.as_strided((len(starts), copy.rows, copy.row_bytes), (step, row_stride, 1), starts[0])
@@ -165,20 +160,13 @@ def _memory(view: PageView) -> memoryview:
     return memoryview((ctypes.c_ubyte * view.storage_bytes).from_address(address)).cast("B")
 
 
-def _numbers(starts: Starts) -> torch.Tensor:
-    import torch
-
-    # An array is read by torch in place; torch.tensor(list) takes longer than a sort.
-    return torch.frombuffer(array("q", starts), dtype=torch.int64)
-
-
-def _in_source_order(copy: RowCopy) -> tuple[Starts, Starts]:
-    """Starts in the order of the sources: memory is read faster in sequence, and written as fast in any order."""
+def _in_source_order(copy: RowCopy) -> tuple[Iterable[int], Iterable[int]]:
+    """Numbers in the order of the sources: memory is read faster in sequence, and written as fast in any order."""
     sources, targets = copy.sources, copy.targets
     if len(sources) < _SORT_FROM or isinstance(sources, range):
         return sources, targets
-    ascending, order = _numbers(sources).sort()
-    return ascending.tolist(), _numbers(targets)[order].tolist()
+    ascending, order = as_tensor(sources).sort()
+    return ascending.tolist(), as_tensor(targets)[order].tolist()
 
 
 def _require_apart(plan: CopyPlan, source: PageView, target: PageView) -> None:

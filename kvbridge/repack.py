@@ -11,7 +11,7 @@ reads numbers only, so a plan is its own dry run; `copy_pages` plans and runs.
 
 from __future__ import annotations
 
-from collections import Counter
+from array import array
 from collections.abc import Iterable
 from itertools import pairwise
 from math import gcd
@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 
 from kvbridge.copies import CopyBuilder, CopyPlan
 from kvbridge.errors import PageCountError, PlaneError, RecordMismatchError, SlotError, TokensPerRowError
+from kvbridge.integers import Numbers, packed, repeated
 from kvbridge.layout import PageLayout
 from kvbridge.moving import run_plan
-from kvbridge.runs import as_numbers
 from kvbridge.spans import Placement
 
 if TYPE_CHECKING:
@@ -81,12 +81,12 @@ def plan_pages(
         SlotError: A page id is outside its pool, or is a target twice.
     """
     require_same_values(source.layout, target.layout)
-    here = as_numbers(range(source.num_pages) if source_pages is None else source_pages)
+    here = packed("source_pages", range(source.num_pages) if source_pages is None else source_pages)
     source_rows, target_rows = source.layout.page_rows, target.layout.page_rows
     if target_pages is None:
         there = range(len(here) * source_rows // target_rows) if source_pages is None else here
     else:
-        there = as_numbers(target_pages)
+        there = packed("target_pages", target_pages)
     source.require_inside("source_pages", here, source.num_pages)
     target.require_inside("target_pages", there, target.num_pages)
     if len(here) * source_rows != len(there) * target_rows:
@@ -132,7 +132,7 @@ def plan_rows(
         SlotError: A slot is outside its pool, or is a target twice.
     """
     require_same_values(source.layout, target.layout)
-    here, there = as_numbers(source_slots), as_numbers(target_slots)
+    here, there = packed("source_slots", source_slots), packed("target_slots", target_slots)
     source_rows, target_rows = source.layout.page_rows, target.layout.page_rows
     source.require_inside("source_slots", here, source.num_pages * source_rows)
     target.require_inside("target_slots", there, target.num_pages * target_rows)
@@ -148,7 +148,7 @@ def plan_rows(
         rows = 1
         while rows < most and here[place + rows] == here[place] + rows and there[place + rows] == there[place] + rows:
             rows += 1
-        builder.add([source_page], [target_page], source_row, target_row, rows)
+        builder.add(array("q", [source_page]), array("q", [target_page]), source_row, target_row, rows)
         place += rows
     return builder.finish()
 
@@ -189,8 +189,7 @@ def copy_rows(
     return plan
 
 
-def _require_once(field: str, numbers: range | list[int]) -> None:
-    if isinstance(numbers, range) or len(set(numbers)) == len(numbers):
-        return
-    twice = next(number for number, times in Counter(numbers).items() if times > 1)
-    raise SlotError(field, got=f"{twice} twice", expected="each target once")
+def _require_once(field: str, numbers: Numbers) -> None:
+    twice = repeated(numbers)
+    if twice is not None:
+        raise SlotError(field, got=f"{twice} twice", expected="each target once")

@@ -18,6 +18,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from kvbridge.errors import KindError, PageCountError, SlotError, SpanError
+from kvbridge.integers import Numbers, extremes
 from kvbridge.layout import PageLayout, PoolKind
 from kvbridge.runs import Span, SpanBuilder, SpanRun, Spans, as_numbers, progressions
 
@@ -271,7 +272,7 @@ class Placement:
             return 0
         return max(self.start + page * self.layout.page_stride_bytes + length - self.storage_end, 0)
 
-    def require_inside(self, field: str, numbers: range | list[int], limit: int) -> None:
+    def require_inside(self, field: str, numbers: Numbers | list[int], limit: int) -> None:
         """Refuses page ids or slots outside 0 .. limit - 1.
 
         Raises:
@@ -279,8 +280,7 @@ class Placement:
         """
         if not numbers:
             return
-        ends = (numbers[0], numbers[-1]) if isinstance(numbers, range) else (min(numbers), max(numbers))
-        for number in ends:
+        for number in extremes(numbers):
             if not 0 <= number < limit:
                 raise SlotError(field, got=number, expected=f"0 <= number < {limit}", detail=self._about())
 
