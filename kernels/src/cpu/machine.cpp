@@ -1,4 +1,4 @@
-// Which paths this library holds and which of them this machine can run: CPUID, XGETBV and, for AMX, the kernel's leave.
+// Which paths this library holds and which of them this machine can run: CPUID, XGETBV, and for AMX the kernel's leave.
 #include "machine.h"
 #if defined(__x86_64__)
 #include <cpuid.h>
