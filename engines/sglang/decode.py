@@ -212,6 +212,25 @@ class Decoder:
             log.info("kvbridge: decode prepared: up to %d queries, %d heads, %s", queries, heads, prepared)
         return prepared
 
+    @property
+    def backend_name(self) -> str:
+        """Backend of the first plan prepared, and why it was chosen; empty before any call."""
+        return next((str(prepared.choice) for prepared in self._prepared.values()), "")
+
+    def layouts(self) -> list[dict[str, Any]]:
+        """Numbers of the pages that are registered, a line for each cache."""
+        return [
+            {
+                "pool": view.layout.pool,
+                "record": view.layout.record,
+                "page_rows": view.page_rows,
+                "payload_bytes": view.layout.payload_bytes,
+                "page_stride_bytes": view.page_stride_bytes,
+                "offset_bytes": view.offset_bytes,
+            }
+            for view in self._views.values()
+        ]
+
     def twin(self, *, backend: str, out_dtype: torch.dtype) -> Decoder:
         """A decoder over the same pools with another backend or output dtype."""
         other = Decoder(backend=backend, out_dtype=out_dtype)

@@ -11,21 +11,23 @@ test/kits/attention_unittest/attention_methods/dsv4_attention.py, kernels/ops/at
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import sys
 import unittest
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
 
-from kvbridge.engine import OptionValue, resolve_options
+from kvbridge.engine import EngineError, OptionValue
 from kvbridge.engines.sglang import ENGINE, workarounds
 from kvbridge.engines.sglang.capture import sglang_version
 from kvbridge.engines.sglang.decode import Decoder
+from kvbridge.parity import CallRow, Control, ParityReport, difference
 
-if TYPE_CHECKING:
-    import torch
+Call = dict[str, Any]
+Spoil = Callable[[Call], Call]
 
 MODES = ("swa", "swa-above-window", "target-verify", "draft-extend", "c4", "c128", "c4-target-verify")
 """What the backend is asked to do."""
@@ -35,53 +37,115 @@ def parity(*, options: Mapping[str, OptionValue]) -> Mapping[str, Any]:
     """Compares the kernels in every mode.
 
     Args:
-        options: SGLang's options; none changes what the fixture does.
+        options: SGLang's options; the fixture has settings of its own, so only defaults are taken.
 
     Returns:
-        Version, backend and figures of each mode.
+        `kvbridge.parity.ParityReport.document`.
 
     Raises:
         EngineMissingError: SGLang is not installed in this interpreter.
+        EngineError: An option differs from its default.
     """
-    release = sglang_version()
-    resolve_options(ENGINE, options)
+    sglang_version()
+    defaults = {option.name: option.default for option in ENGINE.options}
+    for name, value in options.items():
+        if value != defaults.get(name):
+            raise EngineError(
+                f"option {name}: got {value!r}, expected {defaults.get(name)!r}: parity has settings of its own"
+            )
     with redirect_stdout(sys.stderr):
-        modes = {mode: compare_mode(mode) for mode in MODES}
-    return {"version": release, "modes": modes}
+        return report().document()
 
 
-def compare_mode(mode: str, *, backend: str | None = None) -> dict[str, Any]:
+def report() -> ParityReport:
+    """Every mode of SGLang's backend, and the controls."""
+    runs = [compare_mode(mode) for mode in MODES]
+    controls = [
+        Control(name=name, rows=[row for row in compare_mode(mode, spoil=spoil).rows if row.call == mode])
+        for name, (mode, spoil) in CONTROLS.items()
+    ]
+    notes = [f"{run.mode}: SGLang's own assertion {run.assertion}" for run in runs]
+    notes += [f"{run.mode}: left to SGLang: {reason}" for run in runs for reason in run.left]
+    versions = {name: version(name) for name in ("sglang", "torch", "kvbridge")}
+    return ParityReport(
+        engine=ENGINE.name,
+        versions=versions | {"backend": next((run.backend for run in runs if run.backend), "none")},
+        layouts=[layout for run in runs for layout in run.layouts],
+        rows=[row for run in runs for row in run.rows],
+        controls=controls,
+        notes=notes,
+    )
+
+
+def without_sink(call: Call) -> Call:
+    """The sink has no effect."""
+    return call | {"attn_sink": call["attn_sink"].new_full(call["attn_sink"].shape, float("-inf"))}
+
+
+def without_extra_cache(call: Call) -> Call:
+    """The compressed rows are left out."""
+    return call | {"extra_k_cache": None, "extra_indices_in_kvcache": None, "extra_topk_length": None}
+
+
+def one_slot_shifted(call: Call) -> Call:
+    """One slot of one query names the row beside it."""
+    indices = call["indices"].clone()
+    indices[0, 0, 0] += 1 if int(indices[0, 0, 0]) % 2 == 0 else -1
+    return call | {"indices": indices}
+
+
+def without_lengths(call: Call) -> Call:
+    """Lanes behind the lengths count: SGLang's slots are no sentinels there."""
+    return call | {"topk_length": None}
+
+
+CONTROLS: dict[str, tuple[str, Spoil]] = {
+    "sink dropped": ("swa", without_sink),
+    "extra cache dropped": ("c4", without_extra_cache),
+    "one slot shifted": ("swa", one_slot_shifted),
+    "lengths ignored": ("swa", without_lengths),
+}
+"""Spoilt calls that the comparison must see, and the mode they are spoilt in."""
+
+
+@dataclass(slots=True)
+class ModeRun:
+    """One mode as the fixture ran it.
+
+    Attributes:
+        mode: One of `MODES`.
+        rows: Each call three times: kvbridge against SGLang, and each of them against float64.
+        assertion: `passed`, or what SGLang's own tolerance said.
+        left: Calls that kvbridge did not serve, by reason.
+        layouts: Numbers of the pages that both read.
+        backend: Backend of `kvbridge.kernels.mla`.
+    """
+
+    mode: str
+    rows: list[CallRow] = field(default_factory=list)
+    assertion: str = "passed"
+    left: dict[str, int] = field(default_factory=dict)
+    layouts: list[dict[str, Any]] = field(default_factory=list)
+    backend: str = ""
+
+
+def compare_mode(mode: str, *, spoil: Spoil | None = None) -> ModeRun:
     """Runs one mode of SGLang's fixture and compares every decode call.
 
     Args:
         mode: One of `MODES`.
-        backend: Backend of `kvbridge.kernels.mla`; the best present by default.
-
-    Returns:
-        calls, served, left (reasons), sglang_assertion (passed, or what its own tolerance said), and the largest
-        relative RMS and absolute errors against float64 of SGLang's and of kvbridge's outputs.
+        spoil: Spoils kvbridge's calls, for a control.
     """
-    with attention_fixture() as fixture:
-        decoder = Decoder(backend=backend)
-        calls: list[dict[str, Any]] = []
-        with spied_decode(fixture, decoder, calls):
-            try:
-                _run(fixture, mode)
-                assertion = "passed"
-            except AssertionError as error:
-                assertion = " ".join(str(error).split())[:200]
-    return {"sglang_assertion": assertion, "calls": len(calls), "left": dict(decoder.left), **_worst(calls)}
-
-
-def _worst(calls: list[dict[str, Any]]) -> dict[str, Any]:
-    figures: dict[str, Any] = {}
-    for side in ("sglang", "kvbridge"):
-        for figure in ("relative_rms", "largest_error"):
-            values = [call[f"{side}_{figure}"] for call in calls if f"{side}_{figure}" in call]
-            figures[f"{side}_{figure}"] = max(values) if values else None
-    figures["served"] = sum("kvbridge_relative_rms" in call for call in calls)
-    figures["queries"] = sum(call["queries"] for call in calls)
-    return figures
+    run = ModeRun(mode)
+    decoder = Decoder()
+    with attention_fixture() as fixture, spied_decode(fixture, decoder, run, spoil):
+        try:
+            _run(fixture, mode)
+        except AssertionError as error:
+            run.assertion = "failed: " + " ".join(str(error).split())[:160]
+    run.left = dict(decoder.left)
+    run.backend = decoder.backend_name
+    return run
 
 
 @contextmanager
@@ -106,7 +170,7 @@ def attention_fixture() -> Iterator[Any]:
 
 
 @contextmanager
-def spied_decode(fixture: Any, decoder: Decoder, calls: list[dict[str, Any]]) -> Iterator[None]:
+def spied_decode(fixture: Any, decoder: Decoder, run: ModeRun, spoil: Spoil | None) -> Iterator[None]:
     """Registers the pools that the fixture builds and records every decode call beside kvbridge's answer."""
     from sglang.kernels.ops.attention import flash_mla_sm120
 
@@ -116,12 +180,13 @@ def spied_decode(fixture: Any, decoder: Decoder, calls: list[dict[str, Any]]) ->
     def build(**arguments: Any) -> Any:
         pool = pool_class(**arguments)
         decoder.register(pool)
+        run.layouts.extend({"call": run.mode, **numbers} for numbers in decoder.layouts())
         kept.append(pool)
         return pool
 
     def decode(**call: Any) -> Any:
         result = original(**call)
-        calls.append(_compare(decoder, call, result[0]))
+        run.rows.extend(compare_call(decoder, run.mode, call, result[0], spoil))
         return result
 
     fixture.DeepSeekV4TokenToKVPool = build
@@ -133,57 +198,40 @@ def spied_decode(fixture: Any, decoder: Decoder, calls: list[dict[str, Any]]) ->
         flash_mla_sm120.flash_mla_with_kvcache_sm120 = original
 
 
-def _compare(decoder: Decoder, call: dict[str, Any], sglang: torch.Tensor) -> dict[str, Any]:
+def compare_call(decoder: Decoder, mode: str, call: Call, sglang: Any, spoil: Spoil | None) -> Iterator[CallRow]:
+    """Compares one call: kvbridge against SGLang under the mode's name, both against float64 under longer ones."""
     import torch
 
-    reference, _ = decoder.twin(backend="reference", out_dtype=torch.float32).decode(**call)
-    figures: dict[str, Any] = {"queries": int(call["q"].shape[0])}
-    figures |= _errors("sglang", sglang, reference)
-    ours = decoder(lambda **_: None, **call)
-    if ours is not None:
-        figures |= _errors("kvbridge", ours[0], reference)
-    return figures
-
-
-def _errors(side: str, got: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:
-    difference = got.double() - expected.double()
-    norm = math.sqrt(float(expected.double().pow(2).mean()))
-    rms = math.sqrt(float(difference.pow(2).mean()))
-    return {
-        f"{side}_relative_rms": rms / norm if norm else rms,
-        f"{side}_largest_error": float(difference.abs().max()),
-    }
+    oracle, _ = decoder.twin(backend="reference", out_dtype=torch.float32).decode(**call)
+    answer = decoder(lambda **_: None, **(spoil(call) if spoil else call))
+    shape = {"queries": call["q"].shape[0], "heads": call["q"].shape[2], "slots": call["indices"].shape[-1]}
+    if call.get("extra_k_cache") is not None:
+        shape["extra"] = call["extra_indices_in_kvcache"].shape[-1]
+    outputs = {f"{mode}, SGLang against float64": (sglang, oracle)}
+    if answer is not None:
+        outputs |= {mode: (answer[0], sglang), f"{mode}, kvbridge against float64": (answer[0], oracle)}
+    for name, (left, right) in outputs.items():
+        apart = difference(left.squeeze(1), right.squeeze(1))
+        yield CallRow(engine=ENGINE.name, call=name, layer="layers.0", shape=shape, difference=apart)
 
 
 def _run(fixture: Any, mode: str) -> None:
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     cases = {case.name: case for case in fixture.make_dsv4_cases("dsv4")}
-    name = (
-        "dsv4_swa_decode_above_window" if mode == "swa-above-window" else "dsv4_swa_decode_multi_request_within_window"
-    )
-    case = dataclasses.replace(cases[name], attn_sink_value=0.0)
+    window = "above_window" if mode == "swa-above-window" else "multi_request_within_window"
+    case = dataclasses.replace(cases[f"dsv4_swa_decode_{window}"], attn_sink_value=0.0)
     test = unittest.TestCase()
-    verify = {"name": mode, "extend_lens": (4, 4)}
-    runs: dict[str, Callable[[], Any]] = {
-        "swa": lambda: fixture.run_dsv4_attention_case(test, case, device="cpu"),
-        "swa-above-window": lambda: fixture.run_dsv4_attention_case(test, case, device="cpu"),
-        "target-verify": lambda: fixture.run_dsv4_target_verify_attention_case(
-            test, dataclasses.replace(case, forward_mode=ForwardMode.TARGET_VERIFY, **verify), device="cpu"
-        ),
-        "c4-target-verify": lambda: fixture.run_dsv4_target_verify_attention_case(
-            test,
-            dataclasses.replace(case, forward_mode=ForwardMode.TARGET_VERIFY, compress_ratio=4, **verify),
-            device="cpu",
-        ),
-        "draft-extend": lambda: fixture.run_dsv4_draft_extend_attention_case(
-            test, dataclasses.replace(case, forward_mode=ForwardMode.DRAFT_EXTEND_V2, **verify), device="cpu"
-        ),
-        "c4": lambda: fixture.run_dsv4_compress_attention_case(
-            test, dataclasses.replace(case, compress_ratio=4), device="cpu"
-        ),
-        "c128": lambda: fixture.run_dsv4_compress_attention_case(
-            test, dataclasses.replace(case, compress_ratio=128), device="cpu"
-        ),
-    }
-    runs[mode]()
+    if mode in ("swa", "swa-above-window"):
+        fixture.run_dsv4_attention_case(test, case, device="cpu")
+    elif mode in ("c4", "c128"):
+        case = dataclasses.replace(case, compress_ratio=int(mode[1:]))
+        fixture.run_dsv4_compress_attention_case(test, case, device="cpu")
+    elif mode == "draft-extend":
+        case = dataclasses.replace(case, name=mode, forward_mode=ForwardMode.DRAFT_EXTEND_V2, extend_lens=(4, 4))
+        fixture.run_dsv4_draft_extend_attention_case(test, case, device="cpu")
+    else:
+        ratio = 4 if mode == "c4-target-verify" else 0
+        case = dataclasses.replace(case, name=mode, extend_lens=(4, 4), compress_ratio=ratio)
+        case = dataclasses.replace(case, forward_mode=ForwardMode.TARGET_VERIFY)
+        fixture.run_dsv4_target_verify_attention_case(test, case, device="cpu")
