@@ -24,6 +24,7 @@ from kvbridge.engine import EngineError, OptionValue
 from kvbridge.engines.sglang import ENGINE, workarounds
 from kvbridge.engines.sglang.capture import sglang_version
 from kvbridge.engines.sglang.decode import Decoder
+from kvbridge.engines.sglang.triton_casts import exact_casts
 from kvbridge.parity import CallRow, Control, ParityReport, difference
 
 Call = dict[str, Any]
@@ -166,6 +167,7 @@ def attention_fixture() -> Iterator[Any]:
         from sglang.test.kits.attention_unittest.attention_methods import dsv4_attention
 
         stack.enter_context(workarounds.attention_fixture_without_gpu())
+        stack.enter_context(exact_casts())
         yield dsv4_attention
 
 

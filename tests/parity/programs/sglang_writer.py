@@ -33,9 +33,9 @@ from sglang.test.kernels.deepseek_v4.dsv41_kv_quant_reference import (
 
 from kvbridge.codec import gather_rows
 from kvbridge.engines.sglang.layouts import read_pool
+from kvbridge.engines.sglang.triton_casts import exact_casts
 from kvbridge.engines.sglang.workarounds import published_arguments
 from tests.parity.parity_rows import make_slots
-from tests.parity.triton_casts import repair
 
 FP8 = torch.float8_e4m3fn
 PRODUCTION_FLOOR = 1e-4
@@ -177,10 +177,10 @@ def write_index_keys(keys: torch.Tensor, scales: torch.Tensor, out: dict[str, to
 
 
 def main() -> None:
-    repair()
     data = load_file(sys.argv[1])
     out: dict[str, torch.Tensor] = {}
-    with published_arguments(device="cpu", kv_cache_dtype="auto"), get_parallel().override(attn_dcp_rank=0):
+    arguments = published_arguments(device="cpu", kv_cache_dtype="auto")
+    with exact_casts(), arguments, get_parallel().override(attn_dcp_rank=0):
         write_v4(data["rows"], out)
         decode_v4(data, out)
         write_v41(data["rows"], out)
