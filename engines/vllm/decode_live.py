@@ -43,6 +43,35 @@ class Answer:
     gaps: tuple[float, ...]
 
 
+class Request:
+    """One request of an engine that is driven step by step.
+
+    Attributes:
+        answer: What came so far; None before the first token.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.answer: Answer | None = None
+
+    def step(self) -> None:
+        """One step of the engine."""
+        for output in self._engine.step():
+            self.answer = _answer(output.outputs[0])
+
+    def finish(self) -> Answer:
+        """Steps to the end.
+
+        Raises:
+            RuntimeError: The engine ended without an answer.
+        """
+        while self._engine.has_unfinished_requests():
+            self.step()
+        if self.answer is None:
+            raise RuntimeError("request: got no answer, expected one")
+        return self.answer
+
+
 def kernel_clock() -> Callable[[], float]:
     """The clock that kernels are timed by: the thread's own CPU time, which other jobs on the machine do not change.
 
@@ -88,6 +117,7 @@ class LiveEngine:
                 kv_cache_memory_bytes=CACHE_BYTES,
                 dtype="bfloat16",
                 enable_prefix_caching=False,
+                async_scheduling=False,
                 seed=0,
             )
 
@@ -115,6 +145,19 @@ class LiveEngine:
         sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=2)
         given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         return [_answer(result.outputs[0]) for result in self._llm.generate(given, sampling, use_tqdm=False)]
+
+    @property
+    def core(self) -> Any:
+        """vLLM's EngineCore in this process."""
+        return self._llm.llm_engine.engine_core.engine_core
+
+    def start(self, prompt: Sequence[int], tokens: int) -> Request:
+        """Adds one request, which is then answered step by step."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=2)
+        self._llm.llm_engine.add_request("handed-over", {"prompt_token_ids": list(prompt)}, sampling)
+        return Request(self._llm.llm_engine)
 
     def compare(self, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[list[CallRow], list[Answer]]:
         """Answers prompts by vLLM's kernel and compares every call."""

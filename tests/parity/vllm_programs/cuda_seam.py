@@ -3,8 +3,8 @@
 python -m tests.parity.vllm_programs.cuda_seam FACTS
 
 The layers are vLLM's own DeepseekV4FlashMLAAttention, built by vLLM's constructor through the choice of class that
-kvbridge wraps. Their metadata are vLLM's own dataclasses, their C4 slots come from vLLM's own kernel (interpreted). Only
-what needs a GPU is left out: streams and events, DeepGEMM's recipe of the output projection, and FlashMLA itself, in
+kvbridge wraps. Their metadata are vLLM's own dataclasses, C4 slots come from vLLM's own kernel (interpreted). Only what
+needs a GPU is left out: streams and events, DeepGEMM's recipe of the output projection, and FlashMLA itself, in
 whose place stands a function that keeps the arguments of the call.
 """
 
@@ -248,7 +248,9 @@ class Stop(Exception):
     """FlashMLA would run now."""
 
 
-def flashmla_arguments(flashmla: Any, layer: Any, q: Any, swa: Any, main: Any, ratio: int) -> dict[str, Any]:
+def flashmla_arguments(  # noqa: PLR0917
+    flashmla: Any, layer: Any, q: Any, swa: Any, main: Any, ratio: int
+) -> dict[str, Any]:
     """What vLLM's own `_forward_decode` hands to FlashMLA for the same step."""
     kept: dict[str, Any] = {}
 
