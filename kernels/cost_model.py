@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvbridge.kernels import cuda_build, cuda_tiles, nvrtc, static_evidence
+from kvbridge.kernels.cuda_arguments import Launch, Switches
 from kvbridge.kernels.cuda_tiles import THREADS, Variant
 from kvbridge.kernels.plan import Caps, Mode, Plan, plan
 from kvbridge.kernels.roofline import H200, Machine, roofline
@@ -34,6 +35,7 @@ _LOOP_INSTRUCTIONS = 10  # index arithmetic around one chunk of 16 values
 _PROLOGUE = 2200  # lengths, slots and the first rows: three dependent trips to memory
 _EPILOGUE = 900
 _LAUNCH_NS = 2500.0
+_SECOND_LAUNCH_NS = 1500.0
 _L2_BYTES_PER_CYCLE = 64  # of one SM
 _L2_LATENCY = 270
 
@@ -204,7 +206,9 @@ def phase_cycles(
     chunk = counts.chunks / 32 * (instructions.chunk + _LOOP_INSTRUCTIONS) / machine.issues_per_cycle
     copy = counts.copies / 32 * (1 + _COPY_INSTRUCTIONS) / machine.issues_per_cycle
     head = _SOFTMAX_SHUFFLES * _SHUFFLE_LATENCY + 4 * _SHARED_LATENCY
-    softmax = -(-variant.heads // _WARPS) * max(head, instructions.softmax * _WARPS / machine.issues_per_cycle)
+    together = min(4, variant.heads // _WARPS)  # heads of a warp whose shuffles overlap
+    issue = together * instructions.softmax * _WARPS / machine.issues_per_cycle
+    softmax = variant.heads // _WARPS // together * max(head, issue)
     return {
         "decode": chunk + 2 * _SHARED_LATENCY + _BARRIER,
         "issue of copies": copy + _BARRIER,
@@ -220,14 +224,27 @@ def resident_blocks(variant: Variant, registers: int, machine: Machine = H200) -
     return max(1, min(by_registers, machine.shared_bytes // (variant.shared_bytes + 1024), 2048 // THREADS))
 
 
-def merge_cycles(variant: Variant, splits: int) -> float:
-    """The fused merge of one (query, head tile): one block reads every partial sum of its heads, and five numbers for
-    each column and split."""
+def merge_ns(launch: Launch, *, queries: int, splits: int, machine: Machine = H200) -> float:
+    """Merging the splits of a call: one block for each (query, head tile), or a launch with a block for each head.
+
+    Args:
+        launch: Variant and switches.
+        queries: Of the call.
+        splits: Of the call.
+        machine: The GPU.
+    """
     if splits == 1:
         return 0.0
-    requests = variant.heads * 512 / 32 * splits * 5
-    moved = variant.heads * 515 * 4 * splits
-    return max(requests * 2, moved / _L2_BYTES_PER_CYCLE) + 2 * _L2_LATENCY
+    row_bytes = 515 * 4 * splits
+    trips = 2 + -(-splits // 4)  # states, then four splits at a time, then the sink
+    if launch.fuses(splits):
+        rounds = -(-launch.variant.heads // 2)  # 256 threads take two heads at a time
+        cycles = max(launch.variant.heads * row_bytes / _L2_BYTES_PER_CYCLE, rounds * trips * _L2_LATENCY / 4)
+        return (cycles + 2 * _L2_LATENCY) / machine.clock_hz * 1e9
+    blocks = queries * launch.head_tiles * launch.variant.heads
+    each = -(-blocks // machine.multiprocessors)
+    cycles = max(each * row_bytes / _L2_BYTES_PER_CYCLE, -(-each // 4) * trips * _L2_LATENCY)
+    return _SECOND_LAUNCH_NS + cycles / machine.clock_hz * 1e9
 
 
 def predict(
@@ -262,7 +279,8 @@ def predict(
     if memory > work:
         work, limit = memory, "memory"
     ends = waves * (_PROLOGUE + _EPILOGUE) / machine.clock_hz * 1e9
-    merged = merge_cycles(variant, cut) / machine.clock_hz * 1e9
+    launch = Launch(served, variant, machine.multiprocessors, Switches(wide_merge=True))
+    merged = merge_ns(launch, queries=queries, splits=cut, machine=machine)
     limit = max(((work, limit), (merged, "merge"), (_LAUNCH_NS + ends, "launch")))[1]
     return Prediction(_LAUNCH_NS + ends + work + merged, limit, cut, blocks, max(cycles.values()))
 

@@ -21,7 +21,7 @@ import torch
 from kvbridge.kernels import cuda_tiles
 from kvbridge.kernels.cuda_tiles import FORMATS, Variant
 from kvbridge.kernels.errors import KernelError
-from kvbridge.kernels.plan import Mode
+from kvbridge.kernels.plan import MOST_SPLITS, Mode
 from kvbridge.records import Arrangement, get_record
 
 if TYPE_CHECKING:
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from kvbridge.kernels.plan import Plan
 
 MAX_CACHES = 3
+_FUSED_STATES = 96
+"""Heads of a tile times splits up to which one block merges: 2 KB each, so that it reads for about as long as a second
+launch takes (predicted by cost_model.py, not measured)."""
 _LOG2_E = math.log2(math.e)
 
 
@@ -67,7 +70,7 @@ class DecodeArguments(ctypes.Structure):
         *_fields("p:q p:out p:lse p:sink p:sequence_of_query p:partial_out p:partial_state p:counters"),
         *_fields("l:q_query_stride l:q_head_stride l:out_query_stride l:out_head_stride"),
         *_fields("l:lse_query_stride l:lse_head_stride f:scale_log2 i:queries i:heads i:caches i:splits"),
-        *_fields("i:sequences_are_64_bit i:flags"),
+        *_fields("i:sequences_are_64_bit i:flags i:merge_blocks"),
     ]
 
 
@@ -77,11 +80,13 @@ class Switches:
 
     Attributes:
         fused_merge: The last block of a (query, head tile) merges its splits; else a second launch does, bit for bit.
+        wide_merge: The second launch has a block for each head, and takes over where one block would read too much.
         pipelined: Rows of the next tiles are on their way while one is used; else copy, wait, compute.
     """
 
     fused_merge: bool = True
     pipelined: bool = True
+    wide_merge: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +99,7 @@ class Launch:
         multiprocessors: Of the device.
         switches: Optimisations that are on.
         head_tiles: Blocks that share one query.
+        merge_blocks: Blocks of the separate merge that share a head tile.
         most_units: Blocks that split calls may have; 0 where no call is split.
         offsets: Where counters, partial states and partial outputs start in the workspace, in bytes.
     """
@@ -103,12 +109,14 @@ class Launch:
     multiprocessors: int
     switches: Switches = Switches()
     head_tiles: int = field(init=False)
+    merge_blocks: int = field(init=False)
     most_units: int = field(init=False)
     offsets: tuple[int, int, int] = field(init=False)
 
     def __post_init__(self) -> None:
         split = self.plan.caps.mode != Mode.BATCH_INVARIANT
         object.__setattr__(self, "head_tiles", -(-self.plan.caps.heads // self.variant.heads))
+        object.__setattr__(self, "merge_blocks", self.variant.heads if self.switches.wide_merge else 1)
         object.__setattr__(self, "most_units", 2 * self.multiprocessors if split else 0)
         counters = cuda_tiles.counters_bytes(self.multiprocessors)
         blocks = cuda_tiles.most_blocks(self.plan, self.variant, self.multiprocessors)
@@ -124,7 +132,14 @@ class Launch:
         """`cuda_tiles.splits` with everything but the call worked out before."""
         if not queries:
             return 1
-        return max(1, min(self.most_units // (queries * self.head_tiles), -(-width // self.variant.tokens)))
+        most = min(self.most_units // (queries * self.head_tiles), MOST_SPLITS)
+        return max(1, min(most, -(-width // self.variant.tokens)))
+
+    def fuses(self, splits: int) -> bool:
+        """Whether the last block merges: as the switches say, or while that takes less than a second launch."""
+        switches = self.switches
+        small = not switches.wide_merge or splits * self.variant.heads <= _FUSED_STATES
+        return switches.fused_merge and small
 
 
 _CACHE_BYTES = ctypes.sizeof(CacheArguments)
@@ -134,7 +149,7 @@ _BITS_AT = tuple(index * _CACHE_BYTES + CacheArguments.slots_are_64_bit.offset f
 _Q_AT, _SEQUENCES_AT = DecodeArguments.q.offset, DecodeArguments.sequence_of_query.offset
 _TAIL_AT = DecodeArguments.q_query_stride.offset
 _SLOTS, _WIDTH, _BITS = struct.Struct("=4q"), struct.Struct("=i"), struct.Struct("=5i")
-_TENSORS, _ADDRESS, _TAIL = struct.Struct("=3q"), struct.Struct("=q"), struct.Struct("=6qf6i")
+_TENSORS, _ADDRESS, _TAIL = struct.Struct("=3q"), struct.Struct("=q"), struct.Struct("=6qf7i")
 
 
 def _check_offsets() -> None:
@@ -144,7 +159,7 @@ def _check_offsets() -> None:
         ("slots .. lengths_stride", cache.slots.offset + _SLOTS.size, cache.lengths_stride.offset + 8),
         ("slots_are_64_bit .. sequences", cache.slots_are_64_bit.offset + _BITS.size, cache.sequences.offset + 4),
         ("q .. lse", call.q.offset + _TENSORS.size, call.sink.offset),
-        ("q_query_stride .. flags", call.q_query_stride.offset + _TAIL.size, call.flags.offset + 4),
+        ("q_query_stride .. merge_blocks", call.q_query_stride.offset + _TAIL.size, call.merge_blocks.offset + 4),
     )
     for name, got, expected in runs:
         if got != expected:
@@ -199,6 +214,8 @@ def fill_tensors(arguments: DecodeArguments, call: Call, launch: Launch) -> int:
     for index, cache in enumerate(call.caches):
         width += _fill_slots(arguments, index, cache)
     splits = launch.splits(queries, width)
+    if launch.fuses(splits):
+        flags |= _FUSED_MERGE
     _TENSORS.pack_into(arguments, _Q_AT, q_address, out.data_ptr(), lse_address)
     _TAIL.pack_into(
         arguments,
@@ -216,6 +233,7 @@ def fill_tensors(arguments: DecodeArguments, call: Call, launch: Launch) -> int:
         splits,
         wide_sequences,
         flags,
+        launch.merge_blocks,
     )
     return splits
 
@@ -276,8 +294,6 @@ def _flags(call: Call, switches: Switches) -> int:
         flags |= _LSE_WITH_SINK
     if form.empty > 0:
         flags |= _LSE_EMPTY
-    if switches.fused_merge:
-        flags |= _FUSED_MERGE
     if not switches.pipelined:
         flags |= _PLAIN_PIPELINE
     return flags

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from kvbridge.kernels.arguments import Call
     from kvbridge.kernels.plan import Plan
 
-_ALL_ON = Switches()
+_ALL_ON = Switches(wide_merge=True)
 _LEAST_CAPABILITY = 80
+_VECTOR_BYTES = 16
 _PIECE_BYTES = 8  # bases and page strides must be multiples of this
 
 
@@ -132,8 +133,12 @@ class CudaBackend:
         """Fills the parameters of one call.
 
         Raises:
-            CudaDriverError: Pages whose base or stride is no multiple of 8 bytes.
+            CudaDriverError: Pages whose base or stride is no multiple of 8 bytes, or a workspace off 16.
         """
+        if workspace is not None and workspace.data_ptr() % _VECTOR_BYTES:
+            raise CudaDriverError(
+                f"workspace.data_ptr(): got {workspace.data_ptr():#x}, expected a multiple of {_VECTOR_BYTES} bytes"
+            )
         for index, cache in enumerate(call.caches):
             for what in ("base_address", "page_stride_bytes"):
                 value = getattr(cache.view, what)
@@ -181,7 +186,7 @@ class CudaRunner:
 
     def _after_fill(self, queries: int, splits: int) -> None:
         self._grid = (queries, self._launch.head_tiles, splits)
-        self._separate_merge = splits > 1 and not self._launch.switches.fused_merge
+        self._separate_merge = splits > 1 and not self._launch.fuses(splits)
         self.launch = self._launch_now if queries else _nothing
 
     def _launch_now(self) -> None:
@@ -189,7 +194,7 @@ class CudaRunner:
         self._kernel.launch(self._grid, stream, self._buffer)
         if self._separate_merge:
             queries, head_tiles, _ = self._grid
-            self._kernel.launch((queries, head_tiles, 1), stream, self._buffer, merge=True)
+            self._kernel.launch((queries, head_tiles, self._launch.merge_blocks), stream, self._buffer, merge=True)
 
 
 def _nothing() -> None:
@@ -197,10 +202,13 @@ def _nothing() -> None:
 
 
 def variant(text: str) -> CudaBackend | None:
-    """The backend with optimisations switched off: `plain`, `separate-merge`."""
+    """The backend with one way of merging, or none of the optimisations: `fused-merge`, `separate-merge`, `plain`."""
     return {
         "plain": CudaBackend(name="cuda:plain", switches=Switches(fused_merge=False, pipelined=False)),
-        "separate-merge": CudaBackend(name="cuda:separate-merge", switches=Switches(fused_merge=False)),
+        "fused-merge": CudaBackend(name="cuda:fused-merge", switches=Switches()),
+        "separate-merge": CudaBackend(
+            name="cuda:separate-merge", switches=Switches(fused_merge=False, wide_merge=True)
+        ),
     }.get(text)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from kvbridge.kernels.cuda_tiles import THREADS, Variant
+from kvbridge.kernels.cuda_tiles import MERGE_BYTES, THREADS, Variant
 from kvbridge.kernels.errors import KernelError
 
 # CUDA driver API, cuda.h: the values of CU_LAUNCH_PARAM_END, _BUFFER_POINTER and _BUFFER_SIZE.
@@ -150,7 +150,7 @@ class Kernel:
         Raises:
             CudaDriverError: The driver refused; nothing ran.
         """
-        function, shared = (self._merge, 0) if merge else (self._decode, self._shared_bytes)
+        function, shared = (self._merge, MERGE_BYTES) if merge else (self._decode, self._shared_bytes)
         x, y, z = grid
         returned = self._launch_kernel(function, x, y, z, THREADS, 1, 1, shared, stream, 0, buffer.address)
         if returned[0]:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kvbridge.kernels.plan import Caps, Mode, Plan
+from kvbridge.kernels.plan import MOST_SPLITS, Caps, Mode, Plan
 from kvbridge.kernels.plan import plan as make_plan
 from kvbridge.records import get_record
 
 THREADS = 256
 STATE_FLOATS = 3  # maximum, rounded sum, exact sum of one head
+MERGE_BYTES = 1024 * STATE_FLOATS * 4  # shared memory of the separate merge: kMergeStates of src/cuda/finish.cuh
 _FLOAT_BYTES = 4
 _WARPS = THREADS // 32
 _HEAD_TILES = (8, 16, 32, 64)
@@ -156,7 +157,7 @@ def splits(plan: Plan, variant: Variant, *, multiprocessors: int, queries: int, 
     if plan.caps.mode == Mode.BATCH_INVARIANT or queries < 1:
         return 1
     groups = -(-plan.caps.heads // variant.heads)
-    return max(1, min(2 * multiprocessors // (queries * groups), -(-width // variant.tokens)))
+    return max(1, min(2 * multiprocessors // (queries * groups), MOST_SPLITS, -(-width // variant.tokens)))
 
 
 def workspace_bytes(plan: Plan, variant: Variant, *, multiprocessors: int) -> int:

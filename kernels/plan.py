@@ -19,6 +19,7 @@ from kvbridge.records import get_record
 
 MOST_HEADS = 128
 MOST_CACHES = 3
+MOST_SPLITS = 1024  # states of one head's splits that the merge keeps in shared memory; twice 512 units never reach it
 SPLIT_SLOTS = 32
 """Slots below which a run is not cut further: one tile of the CUDA core."""
 _FLOAT_BYTES = 4
@@ -201,7 +202,7 @@ def _named_widths(caps: Caps) -> tuple[tuple[str, int, int], ...]:
 def _splits(caps: Caps, groups: int, queries: int, width: int) -> int:
     if caps.mode == Mode.BATCH_INVARIANT or queries < 1:
         return 1
-    return max(1, min(2 * caps.units // (queries * groups), -(-width // SPLIT_SLOTS)))
+    return max(1, min(2 * caps.units // (queries * groups), MOST_SPLITS, -(-width // SPLIT_SLOTS)))
 
 
 def _call_bytes(caps: Caps, groups: int, d_v: int, queries: int, splits: int) -> int:

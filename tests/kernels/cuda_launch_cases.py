@@ -133,11 +133,33 @@ def test_separate_merge_is_a_second_launch_over_queries_and_head_tiles(mock: Moc
     prepared = mock_driver.prepared(scenario.plan, mock_driver.backend(SEPARATE))
     decode, merge = launched(mock, prepared, scenario)
     assert b"merge_kernel" in merge.name
-    assert merge.blocks == (*decode.blocks[:2], 1)
-    assert merge.shared_bytes == 0
+    assert merge.blocks == (*decode.blocks[:2], decode.arguments.merge_blocks) == (*decode.blocks[:2], 1)
+    assert merge.shared_bytes == cuda_tiles.MERGE_BYTES
     assert bytes(merge.parameters) == bytes(decode.parameters)
     (fused,) = launched(mock, mock_driver.prepared(scenario.plan), scenario)
     assert fused.arguments.flags == decode.arguments.flags | Flag.FUSED_MERGE
+
+
+def test_merge_is_a_second_launch_with_a_block_per_head_where_one_block_would_read_much(mock: Mock) -> None:
+    default = mock_driver.backend(cuda_backend.BACKEND.switches)
+    scenario = build(Case(queries=1, heads=64, caches=2, width=576))
+    decode, merge = launched(mock, mock_driver.prepared(scenario.plan, default), scenario)
+    heads = default.launch_of(scenario.plan, 0).variant.heads
+    assert decode.blocks[2] * heads > 96
+    assert not decode.arguments.flags & Flag.FUSED_MERGE
+    assert merge.blocks == (1, -(-64 // heads), heads) and merge.arguments.merge_blocks == heads
+    scenario = build(Case(queries=1, heads=8, caches=1, width=128))
+    (fused,) = launched(mock, mock_driver.prepared(scenario.plan, default), scenario)
+    assert fused.arguments.flags & Flag.FUSED_MERGE and fused.blocks[2] == 4
+
+
+def test_workspace_off_sixteen_bytes_is_refused() -> None:
+    scenario = build(PLAIN)
+    prepared = mock_driver.prepared(scenario.plan)
+    assert prepared.workspace is not None
+    prepared.workspace = torch.zeros(prepared.workspace.numel() + 64, dtype=torch.uint8)[8:]
+    with pytest.raises(CudaDriverError, match=r"workspace.data_ptr\(\): got 0x[0-9a-f]+8, expected a multiple of 16"):
+        mla.bind(prepared, **arguments(scenario))
 
 
 def test_batch_invariant_never_splits_and_never_merges(mock: Mock) -> None:
@@ -365,5 +387,5 @@ def test_backend_is_offered_on_cuda_only_and_its_variants_have_names() -> None:
     assert cuda_backend.BACKEND.missing("cpu") == "runs on cuda tensors, not on cpu"
     unread = mla.plan(mla.Caps(queries=1, heads=8, widths=(1,), records=("mla_fp8",)))
     assert str(cuda_backend.BACKEND.unsupported(unread)).startswith("record mla_fp8: expected one of ['dsa'")
-    for name in ("cuda:plain", "cuda:separate-merge"):
+    for name in ("cuda:plain", "cuda:separate-merge", "cuda:fused-merge"):
         assert get_backend(name).name == name

@@ -15,7 +15,8 @@ import torch
 
 from kvbridge import PageLayout, PageView
 from kvbridge.kernels import cuda_tiles, mla
-from kvbridge.kernels.cost_model import Instructions, predict, resident_blocks, served_plan, tile_counts
+from kvbridge.kernels.cost_model import Instructions, merge_ns, predict, resident_blocks, served_plan, tile_counts
+from kvbridge.kernels.cuda_arguments import Launch, Switches
 from kvbridge.kernels.cuda_tiles import Variant, choose_variant
 from kvbridge.kernels.roofline import H200, roofline
 from kvbridge.records import get_record
@@ -115,10 +116,23 @@ def test_no_prediction_is_faster_than_the_roofline_and_more_work_takes_longer() 
 def test_prediction_names_what_limits_it() -> None:
     slow_decode = replace(SOME, chunk=1000)
     assert predict(served_plan(8, 2176, 512), Variant(V4, 8), slow_decode, queries=512).limit == "issue"
-    assert predict(served_plan(64, 2176, 1), Variant(V4, 64), SOME, queries=1).limit == "merge"
     starved = replace(H200, bytes_per_second=1e11)
     assert predict(served_plan(8, 2176, 512), Variant(V4, 8), SOME, queries=512, machine=starved).limit == "memory"
     assert predict(served_plan(8, 160, 1), Variant(V4, 8), SOME, queries=1).limit == "launch"
+
+
+def test_merge_takes_the_cheaper_way_and_never_as_long_as_one_block_would() -> None:
+    for heads in (8, 16, 64):
+        for queries in (1, 8, 64):
+            for splits in (2, 4, 20, 68):
+                plan = served_plan(heads, 2176, queries)
+                ways = [Switches(wide_merge=True), Switches(), Switches(fused_merge=False, wide_merge=True)]
+                launches = [Launch(plan, Variant(V4, heads), 132, way) for way in ways]
+                chosen, fused, separate = (merge_ns(each, queries=queries, splits=splits) for each in launches)
+                assert chosen in {fused, separate}
+                assert chosen <= 1.7 * min(fused, separate), (heads, queries, splits)
+    assert merge_ns(launches[0], queries=1, splits=1) == 0
+    assert merge_ns(Launch(plan, Variant(V4, 64), 132, Switches()), queries=1, splits=68) > 50_000
 
 
 def test_resident_blocks_follow_registers_and_shared_memory() -> None:

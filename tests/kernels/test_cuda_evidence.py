@@ -58,7 +58,7 @@ def test_every_architecture_and_every_record_is_in_the_table() -> None:
 
 def test_too_few_registers_make_the_spill_gate_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     sources = cuda_build.sources()
-    bounds = "__launch_bounds__(kThreads) decode_kernel"
+    bounds = "__launch_bounds__(kThreads, 1) decode_kernel"
     assert bounds in sources["decode.cuh"]
     sources["decode.cuh"] = sources["decode.cuh"].replace(bounds, "__launch_bounds__(kThreads, 6) decode_kernel")
     monkeypatch.setattr(cuda_build, "sources", lambda: sources)

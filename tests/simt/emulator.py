@@ -23,7 +23,7 @@ from kvbridge.kernels.arguments import Call
 from kvbridge.kernels.backends import Choice
 from kvbridge.kernels.conformance.scenario import Scenario
 from kvbridge.kernels.conformance.targets import Target, Traits
-from kvbridge.kernels.cuda_arguments import DecodeArguments, Launch, Switches
+from kvbridge.kernels.cuda_arguments import DecodeArguments, Flag, Launch, Switches
 from kvbridge.kernels.cuda_tiles import Variant
 from kvbridge.kernels.plan import Plan
 from kvbridge.kernels.private_cache import private_folder
@@ -156,7 +156,7 @@ class Emulator:
     def launch_of(self, plan: Plan) -> Launch:
         return Launch(plan, self.variant(plan), self.multiprocessors, self.switches)
 
-    def workspace_bytes(self, plan: Plan) -> int:
+    def workspace_bytes(self, plan: Plan, device: torch.device) -> int:
         return self.launch_of(plan).workspace_bytes
 
     def prepare(self, plan: Plan, device: torch.device) -> Launch:
@@ -190,7 +190,6 @@ class EmulatedRunner:
             setattr(self._options, name, value)
         self.arguments = DecodeArguments()
         self.counters = Counters()
-        self._separate = not emulator.switches.fused_merge
         self._workspace = workspace
         cuda_arguments.fill(self.arguments, call, launch, workspace)
 
@@ -202,7 +201,7 @@ class EmulatedRunner:
             return
         call, options, tiles = ctypes.byref(self.arguments), ctypes.byref(self._options), self._launch.head_tiles
         error = self._library.kvb_decode(call, tiles, options, ctypes.byref(self.counters))
-        if error is None and self._separate and self.arguments.splits > 1:
+        if error is None and self.arguments.splits > 1 and not self.arguments.flags & Flag.FUSED_MERGE:
             error = self._library.kvb_merge(call, tiles, options)
         if error is not None:
             raise EmulationError(error.decode())

@@ -204,6 +204,10 @@ inline unsigned count_and_wrap(unsigned* counter, unsigned last) {
   return before;
 }
 inline float load_fresh(const float* pointer) { return *pointer; }
+inline float4 load_fresh_vector(const float* pointer) {
+  if (reinterpret_cast<uintptr_t>(pointer) % 16) simt::fail("16-byte load from %p is misaligned", pointer);
+  return {pointer[0], pointer[1], pointer[2], pointer[3]};
+}
 inline uint4 load_vector(const void* pointer) {
   if (reinterpret_cast<uintptr_t>(pointer) % 16) simt::fail("16-byte load from %p is misaligned", pointer);
   return *static_cast<const uint4*>(pointer);

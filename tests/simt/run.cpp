@@ -19,6 +19,7 @@ KVB_EXPORT const char* kvb_decode(const DecodeArguments* call, int head_tiles, c
   return error;
 }
 KVB_EXPORT const char* kvb_merge(const DecodeArguments* call, int head_tiles, const simt::Options* options) {
-  const uint3 grid{static_cast<uint32_t>(call->queries), static_cast<uint32_t>(head_tiles), 1};
-  return simt::launch(grid, kThreads, 1024, *options, [&] { merge_kernel<KVB_HEADS>(*call); });
+  const uint3 grid{static_cast<uint32_t>(call->queries), static_cast<uint32_t>(head_tiles),
+                   static_cast<uint32_t>(call->merge_blocks)};
+  return simt::launch(grid, kThreads, sizeof(HeadState) * kMergeStates, *options, [&] { merge_kernel<KVB_HEADS>(*call); });
 }

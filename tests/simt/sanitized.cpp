@@ -91,6 +91,7 @@ DecodeArguments arguments(const Pages& pages, Buffers& buffers, int splits, int 
   call.heads = kCallHeads;
   call.caches = 1;
   call.splits = splits;
+  call.merge_blocks = 2;
   call.flags = flags | kOutFp32 | kQueryVectors;
   return call;
 }
@@ -100,7 +101,7 @@ const char* run(const DecodeArguments& call, const simt::Options& options) {
   const char* error = simt::launch(grid, kThreads, sizeof(Layout::Shared), options,
                                    [&] { decode_kernel<KVB_FORMATS, KVB_HEADS, KVB_TOKENS, KVB_STAGES>(call); });
   if (error || call.splits == 1 || (call.flags & kFusedMerge)) return error;
-  return simt::launch({kQueries, kHeadTiles, 1}, kThreads, 1024, options, [&] { merge_kernel<KVB_HEADS>(call); });
+  return simt::launch({kQueries, kHeadTiles, 2}, kThreads, sizeof(HeadState) * kMergeStates, options, [&] { merge_kernel<KVB_HEADS>(call); });
 }
 
 }  // namespace

@@ -36,6 +36,7 @@
 
 struct uint2 { uint32_t x, y; };
 struct uint3 { uint32_t x, y, z; };
+struct float4 { float x, y, z, w; };
 struct alignas(16) uint4 { uint32_t x, y, z, w; };
 
 namespace simt {

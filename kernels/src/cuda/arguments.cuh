@@ -61,4 +61,5 @@ struct DecodeArguments {
   int splits;
   int sequences_are_64_bit;
   int flags;
+  int merge_blocks;  // blocks that share the heads of a tile in merge_kernel; the fused merge does not look at it
 };

@@ -37,45 +37,73 @@ KVB_UNROLL
 
 KVB_DEVICE float negative_infinity() { return as_float(0xff800000u); }
 
-// A warp takes a head at a time, a lane a token. Weights are rounded to bf16; both sums are kept: the rounded one
-// normalises the output, the exact one gives the LSE.
+template <int Count> KVB_DEVICE void highest_of_pair(float (&highest)[Count], int mask) {
+KVB_UNROLL
+  for (int index = 0; index < Count; ++index) highest[index] = maximum(highest[index], shuffle_xor(highest[index], mask));
+}
+template <int Count> KVB_DEVICE void sum_of_pair(float (&sums)[Count], int mask) {
+KVB_UNROLL
+  for (int index = 0; index < Count; ++index) sums[index] += shuffle_xor(sums[index], mask);
+}
+
+// A lane takes a token; a warp takes up to four heads at a time, so that their shuffles overlap. Weights are rounded to bf16;
+// both sums are kept: the rounded one normalises the output, the exact one gives the LSE.
 template <class Layout, int Tokens, class Shared>
 KVB_DEVICE void update_softmax(Shared& shared, const unsigned char* const* rows, float scale_log2) {
   const int lane = static_cast<int>(thread_index()) % 32, warp = static_cast<int>(thread_index()) / 32;
-  constexpr int heads = Layout::head_tiles * 8;
-  for (int head = warp; head < heads; head += kWarps) {
-    float scores[Tokens / 32], highest = negative_infinity();
-    for (int part = 0; part < Tokens / 32; ++part) {
-      const int token = part * 32 + lane;
-      float sum = 0;
-      for (int piece = 0; piece < Layout::parts; ++piece)
-        sum += shared.scores[(piece * heads + head) * Layout::score_pitch + token];
-      scores[part] = rows[token] ? sum * scale_log2 : negative_infinity();
-      highest = maximum(highest, scores[part]);
+  constexpr int heads = Layout::head_tiles * 8, pieces = Tokens / 32;
+  constexpr int together = heads / kWarps < 4 ? heads / kWarps : 4;  // heads of a warp side by side
+  bool live[pieces];
+KVB_UNROLL
+  for (int piece = 0; piece < pieces; ++piece) live[piece] = rows[piece * 32 + lane] != nullptr;
+  for (int start = warp; start < heads; start += kWarps * together) {
+    float scores[together][pieces], highest[together], before[together];
+KVB_UNROLL
+    for (int index = 0; index < together; ++index) {
+      const int head = start + index * kWarps;
+      highest[index] = negative_infinity();
+KVB_UNROLL
+      for (int piece = 0; piece < pieces; ++piece) {
+        float sum = 0;
+        for (int part = 0; part < Layout::parts; ++part)
+          sum += shared.scores[(part * heads + head) * Layout::score_pitch + piece * 32 + lane];
+        scores[index][piece] = live[piece] ? sum * scale_log2 : negative_infinity();
+        highest[index] = maximum(highest[index], scores[index][piece]);
+      }
+      before[index] = shared.highest[head];
     }
-    for (int mask = 16; mask; mask >>= 1) highest = maximum(highest, shuffle_xor(highest, mask));
-    const float before = shared.highest[head], now = maximum(before, highest);
-    const bool empty = now == negative_infinity();
-    float rounded = 0, exact = 0;
-    for (int part = 0; part < Tokens / 32; ++part) {
-      const int token = part * 32 + lane;
-      const float weight = rows[token] && (!empty || scores[part] != scores[part]) ? exp2_approximate(scores[part] - now) : 0;
-      const uint32_t bits = pack_bf16x2(weight, 0);
-      shared.weights[head * Layout::weight_pitch + token] = static_cast<uint16_t>(bits);
-      rounded += as_float(bits << 16);
-      exact += weight;
+    for (int mask = 16; mask; mask >>= 1) highest_of_pair(highest, mask);
+    float rounded[together], exact[together], now[together];
+KVB_UNROLL
+    for (int index = 0; index < together; ++index) {
+      const int head = start + index * kWarps;
+      now[index] = maximum(before[index], highest[index]);
+      rounded[index] = exact[index] = 0;
+      const bool empty = now[index] == negative_infinity();
+KVB_UNROLL
+      for (int piece = 0; piece < pieces; ++piece) {
+        const float score = scores[index][piece];
+        const float weight = live[piece] && (!empty || score != score) ? exp2_approximate(score - now[index]) : 0;
+        const uint32_t bits = pack_bf16x2(weight, 0);
+        shared.weights[head * Layout::weight_pitch + piece * 32 + lane] = static_cast<uint16_t>(bits);
+        rounded[index] += as_float(bits << 16);
+        exact[index] += weight;
+      }
     }
     for (int mask = 16; mask; mask >>= 1) {
-      rounded += shuffle_xor(rounded, mask);
-      exact += shuffle_xor(exact, mask);
+      sum_of_pair(rounded, mask);
+      sum_of_pair(exact, mask);
     }
-    if (lane == 0) {
-      const float correction = empty ? 1 : exp2_approximate(before - now);
-      shared.correction[head] = correction;
-      shared.highest[head] = now;
-      shared.rounded_sum[head] = shared.rounded_sum[head] * correction + rounded;
-      shared.exact_sum[head] = shared.exact_sum[head] * correction + exact;
-    }
+    if (lane == 0)
+KVB_UNROLL
+      for (int index = 0; index < together; ++index) {
+        const int head = start + index * kWarps;
+        const float correction = now[index] == negative_infinity() ? 1 : exp2_approximate(before[index] - now[index]);
+        shared.correction[head] = correction;
+        shared.highest[head] = now[index];
+        shared.rounded_sum[head] = shared.rounded_sum[head] * correction + rounded[index];
+        shared.exact_sum[head] = shared.exact_sum[head] * correction + exact[index];
+      }
   }
 }
 

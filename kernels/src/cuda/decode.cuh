@@ -68,7 +68,7 @@ KVB_UNROLL
 }
 
 template <int Formats, int Heads, int Tokens, int Stages>
-__global__ void __launch_bounds__(kThreads) decode_kernel(const DecodeArguments call) {
+__global__ void __launch_bounds__(kThreads, 1) decode_kernel(const DecodeArguments call) {
   using Layout = Tile<Formats, Heads, Tokens, Stages>;
   using Shared = typename Layout::Shared;
   KVB_DYNAMIC_SHARED(memory);
@@ -145,11 +145,16 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const DecodeArguments 
   barrier();
   if (!shared.last_block) return;
   fence();
-  merge_splits<Heads>(call, query, head_tile, head_tiles);
+  static_assert(sizeof(HeadState) * kMergeStates <= sizeof(shared.keys), "the states of a merge take the keys' memory");
+  merge_splits<Heads>(call, reinterpret_cast<HeadState*>(shared.keys), query, head_tile, 0, Heads);
 }
 
-// The merge as a launch of its own; bit for bit what the fused one gives.
-template <int Heads> __global__ void __launch_bounds__(kThreads) merge_kernel(const DecodeArguments call) {
-  merge_splits<Heads>(call, static_cast<int>(block_index().x), static_cast<int>(block_index().y),
-                      (call.heads + Heads - 1) / Heads);
+// The merge as a launch of its own, one block for every (query, head tile, share of its heads); bit for bit what the fused
+// one gives.
+template <int Heads> __global__ void __launch_bounds__(kThreads, 4) merge_kernel(const DecodeArguments call) {
+  KVB_DYNAMIC_SHARED(memory);
+  const int each = (Heads + call.merge_blocks - 1) / call.merge_blocks;
+  const int first = static_cast<int>(block_index().z) * each, last = first + each < Heads ? first + each : Heads;
+  merge_splits<Heads>(call, reinterpret_cast<HeadState*>(memory), static_cast<int>(block_index().x),
+                      static_cast<int>(block_index().y), first, last);
 }

@@ -54,27 +54,57 @@ KVB_DEVICE void store_log_sum(const DecodeArguments& call, int query, int head, 
         log_sum(state, sink_of(call, head), call.flags);
 }
 
-// Joins the splits of one (query, head tile); every thread takes whole columns, so nothing is shared.
-template <int Heads> KVB_DEVICE void merge_splits(const DecodeArguments& call, int query, int head_tile, int head_tiles) {
-  const long long unit = (static_cast<long long>(query) * head_tiles + head_tile) * call.splits;
-  for (int index = static_cast<int>(thread_index()); index < Heads * kValueDims; index += kThreads) {
-    const int local = index / kValueDims, dim = index % kValueDims, head = head_tile * Heads + local;
-    if (head >= call.heads) return;
-    HeadState merged = {negative_infinity(), 0, 0};
-    for (int split = 0; split < call.splits; ++split)
-      merged.highest = maximum(merged.highest, load_fresh(call.partial_state + ((unit + split) * Heads + local) * 3));
-    float sum = 0;
-    for (int split = 0; split < call.splits; ++split) {
+// Joins the splits of heads [first, last) of one (query, head tile), as many heads at a time as have room for the states of
+// their splits in shared memory. A thread takes four columns of a head and adds splits in order: the bits do not depend on
+// how many blocks share the heads.
+constexpr int kMergeStates = 1024;  // never fewer than there are splits
+
+template <int Heads>
+KVB_DEVICE void merge_splits(const DecodeArguments& call, HeadState* states, int query, int head_tile, int first, int last) {
+  const int splits = call.splits, tile_start = head_tile * Heads, group = kMergeStates / splits;
+  const long long head_tiles = (call.heads + Heads - 1) / Heads;
+  const long long unit = (query * head_tiles + head_tile) * splits;
+  const int end = last < call.heads - tile_start ? last : call.heads - tile_start;
+  for (int start = first; start < end; start += group) {
+    const int heads = group < end - start ? group : end - start;
+    barrier();  // the states of the group before are no longer read
+    for (int index = static_cast<int>(thread_index()); index < heads * splits; index += kThreads) {
+      const int local = start + index / splits, split = index % splits;
       const float* state = call.partial_state + ((unit + split) * Heads + local) * 3;
-      const float highest = load_fresh(state), rounded = load_fresh(state + 1), exact = load_fresh(state + 2);
-      if (rounded == 0 && exact == 0) continue;  // an empty split wrote no values
-      const float factor = merged.highest == negative_infinity() ? 1 : exp2_approximate(highest - merged.highest);
-      merged.rounded_sum += rounded * factor;
-      merged.exact_sum += exact * factor;
-      sum += load_fresh(call.partial_out + ((unit + split) * Heads + local) * kValueDims + dim) * factor;
+      states[index] = {load_fresh(state), load_fresh(state + 1), load_fresh(state + 2)};
     }
-    const float factor = output_factor(merged, sink_of(call, head));
-    store_output(call, query, head, dim, factor == 0 ? 0 : sum * factor);
-    if (dim == 0) store_log_sum(call, query, head, merged);
+    barrier();
+    constexpr int vectors = kValueDims / 4;
+    for (int index = static_cast<int>(thread_index()); index < heads * vectors; index += kThreads) {
+      const int local = start + index / vectors, dim = index % vectors * 4, head = tile_start + local;
+      const HeadState* own = states + index / vectors * splits;
+      HeadState merged = {negative_infinity(), 0, 0};
+      for (int split = 0; split < splits; ++split) merged.highest = maximum(merged.highest, own[split].highest);
+      float4 sum = {0, 0, 0, 0};
+      auto add = [&](int split, float4 values) {
+        const HeadState state = own[split];
+        const bool empty = state.rounded_sum == 0 && state.exact_sum == 0;
+        const float factor =
+            empty ? 0 : merged.highest == negative_infinity() ? 1 : exp2_approximate(state.highest - merged.highest);
+        merged.rounded_sum += state.rounded_sum * factor;
+        merged.exact_sum += state.exact_sum * factor;
+        sum.x += values.x * factor, sum.y += values.y * factor, sum.z += values.z * factor, sum.w += values.w * factor;
+      };
+      const float* values = call.partial_out + (unit * Heads + local) * kValueDims + dim;
+      constexpr long long stride = Heads * kValueDims;
+      int split = 0;
+      for (; split + 4 <= splits; split += 4) {  // four loads in flight
+        const float4 a = load_fresh_vector(values + split * stride), b = load_fresh_vector(values + (split + 1) * stride);
+        const float4 c = load_fresh_vector(values + (split + 2) * stride), d = load_fresh_vector(values + (split + 3) * stride);
+        add(split, a), add(split + 1, b), add(split + 2, c), add(split + 3, d);
+      }
+      for (; split < splits; ++split) add(split, load_fresh_vector(values + split * stride));
+      const float factor = output_factor(merged, sink_of(call, head));
+      store_output(call, query, head, dim, factor == 0 ? 0 : sum.x * factor);
+      store_output(call, query, head, dim + 1, factor == 0 ? 0 : sum.y * factor);
+      store_output(call, query, head, dim + 2, factor == 0 ? 0 : sum.z * factor);
+      store_output(call, query, head, dim + 3, factor == 0 ? 0 : sum.w * factor);
+      if (dim == 0) store_log_sum(call, query, head, merged);
+    }
   }
 }

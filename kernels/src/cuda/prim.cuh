@@ -98,6 +98,14 @@ KVB_DEVICE float load_fresh(const float* pointer) {
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(value) : "l"(pointer) : "memory");
   return value;
 }
+KVB_DEVICE float4 load_fresh_vector(const float* pointer) {
+  float4 value;
+  asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "l"(pointer)
+               : "memory");
+  return value;
+}
 KVB_DEVICE uint4 load_vector(const void* pointer) { return *static_cast<const uint4*>(pointer); }
 KVB_DEVICE void store_vector(void* pointer, uint4 value) { *static_cast<uint4*>(pointer) = value; }
 KVB_DEVICE unsigned thread_index() { return threadIdx.x; }
