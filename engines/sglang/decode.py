@@ -217,6 +217,21 @@ class Decoder:
         """Backend of the first plan prepared, and why it was chosen; empty before any call."""
         return next((str(prepared.choice) for prepared in self._prepared.values()), "")
 
+    def explain(self) -> str:
+        """Which backend would serve the registered pages, and why.
+
+        Raises:
+            NotServedError: None can.
+        """
+        from kvbridge.kernels import mla
+
+        view = next(iter(self._views.values()))
+        caps = mla.Caps(queries=1, heads=64, widths=(64,), records=(view.layout.record,))
+        try:
+            return str(mla.explain(mla.plan(caps), device=view.pages.device, backend=self.backend))
+        except KVBridgeError as error:
+            raise NotServedError(str(error)) from error
+
     def layouts(self) -> list[dict[str, Any]]:
         """Numbers of the pages that are registered, a line for each cache."""
         return [
@@ -245,5 +260,5 @@ class Decoder:
 
     def _leave(self, reason: str) -> None:
         if reason not in self.left:
-            log.warning("kvbridge: decode stays with SGLang's own kernel: %s", reason)
+            log.warning("kvbridge: a call stays with SGLang's own kernel: %s", reason)
         self.left[reason] = self.left.get(reason, 0) + 1

@@ -6,33 +6,25 @@
       flash_mla_with_kvcache, flash_mla_with_kvcache_sm120    around: decode by kvbridge.kernels.mla
 
 Audit and manifest are switched on by KVBRIDGE_MANIFEST_DIR or KVBRIDGE_AUDIT (kvbridge/startup.py), decode by
-KVBRIDGE_DECODE=on|force; with none of them set no object of SGLang is touched. SGLang logs what a plugin's function
-raises and goes on, but not what a hook raises: that ends the worker before it serves.
+KVBRIDGE_DECODE (decode_switch.py); with none of them set no object of SGLang is touched. SGLang logs what a plugin's
+function raises and goes on, but not what a hook raises: that ends the worker before it serves.
 Source: SGLang 0.5.23 srt/plugins/__init__.py, srt/plugins/hook_registry.py, model_executor/model_runner.py.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import weakref
 from pathlib import Path
 from typing import Any
 
 from kvbridge.documents import DeclaredManifest
+from kvbridge.engines.sglang.decode_switch import OWNER_POOL, DecodeSwitch, register_decode
 from kvbridge.manifest import Rank
 from kvbridge.rules import Finding
 from kvbridge.startup import Startup, worker_name
 
-OWNER_POOL = "sglang.srt.mem_cache.deepseek_v4_memory_pool.DeepSeekV4TokenToKVPool.__init__"
 ALLOCATION = "sglang.srt.model_executor.model_runner.ModelRunner.alloc_memory_pool"
-
-DECODE_VARIABLE = "KVBRIDGE_DECODE"
-DECODE_FUNCTIONS = (
-    "sglang.kernels.ops.attention.flash_mla_interface.flash_mla_with_kvcache",
-    "sglang.kernels.ops.attention.flash_mla_sm120.flash_mla_with_kvcache_sm120",
-)
-"""Where SGLang's backend looks its decode up: FlashMLA in __init__, SM120 at every call."""
 
 log = logging.getLogger("kvbridge.sglang")
 _roles: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
@@ -43,17 +35,10 @@ def register() -> None:
     startup = Startup.from_environment(log)
     if startup.active:
         _register_audit(startup)
-    mode = decode_mode()
-    if mode != "off":
-        _register_decode(force=mode == "force")
-
-
-def decode_mode() -> str:
-    """off, on or force, from KVBRIDGE_DECODE; any other text is reported and taken as off."""
-    text = os.environ.get(DECODE_VARIABLE, "").strip().lower()
-    if text not in ("", "off", "on", "force"):
-        log.error("kvbridge: %s: got %r, expected off, on or force; taken as off", DECODE_VARIABLE, text)
-    return text if text in ("on", "force") else "off"
+    switch = DecodeSwitch.read()
+    if switch.mode != "off":
+        rank, replica = worker_rank()
+        register_decode(switch, worker=worker_name("sglang", rank, replica=replica))
 
 
 def _register_audit(startup: Startup) -> None:
@@ -71,32 +56,6 @@ def _register_audit(startup: Startup) -> None:
     HookRegistry.register(OWNER_POOL, after_owner_pool, HookType.AFTER)
     HookRegistry.register(ALLOCATION, after_allocation, HookType.AFTER)
     log.info("kvbridge: SGLang plugin registered, audit %s, manifests to %s", startup.mode.value, startup.directory)
-
-
-def _register_decode(*, force: bool) -> None:
-    """Puts kvbridge's kernel around SGLang's decode functions.
-
-    Args:
-        force: Refuse a pool that the kernel cannot serve, at start-up, instead of leaving it to SGLang.
-    """
-    from kvbridge.engines.sglang.decode import Decoder, NotServedError
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    decoder = Decoder()
-
-    def after_owner_pool(_: None, pool: Any, *arguments: Any, **keywords: Any) -> None:
-        try:
-            decoder.register(pool)
-        except NotServedError as reason:
-            if force:
-                raise
-            log.warning("kvbridge: decode stays with SGLang's own kernel: %s", reason)
-        else:
-            log.info("kvbridge: decode of this %s is served by kvbridge.kernels.mla", type(pool).__name__)
-
-    HookRegistry.register(OWNER_POOL, after_owner_pool, HookType.AFTER)
-    for target in DECODE_FUNCTIONS:
-        HookRegistry.register(target, decoder, HookType.AROUND)
 
 
 def check_pool(startup: Startup, pool: Any, *, draft: bool = False, model: str | None = None) -> None:

@@ -76,6 +76,7 @@ def _run() -> Session:
         "adapter_checks": (PROGRAMS / "adapter_checks.py", models),
         "host_checks": (PROGRAMS / "host_checks.py",),
         "plugin_cases": (PROGRAMS / "plugin_cases.py", models, folder / "scenarios"),
+        "decode_checks": (PROGRAMS / "decode_checks.py", models),
         "decode_cases": (PROGRAMS / "decode_cases.py",),
         "sglang_writer": (PARITY_WRITER, rows),
         "inspect_capture": (INSPECT, "capture", "--engine", "sglang", "--model", models / "v4", "-o"),

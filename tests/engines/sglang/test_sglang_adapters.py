@@ -29,7 +29,9 @@ def checks_of(program: str) -> list[str]:
     ]
 
 
-CHECKS = [(program, check) for program in ("adapter_checks", "host_checks") for check in checks_of(program)]
+CHECKS = [
+    (program, check) for program in ("adapter_checks", "host_checks", "decode_checks") for check in checks_of(program)
+]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +43,7 @@ def results(sglang_session: Session) -> dict[str, dict[str, str]]:
 def test_all_checks_ran(results: dict[str, dict[str, str]]) -> None:
     ran = [(program, check) for program, found in results.items() for check in found]
     assert sorted(ran) == sorted(CHECKS)
-    assert len(CHECKS) >= 19
+    assert len(CHECKS) >= 24
 
 
 @pytest.mark.parametrize(("program", "check"), CHECKS)

@@ -58,9 +58,20 @@ def test_a_spoiled_call_shows(control: str, report: dict[str, Any]) -> None:
 def test_the_plugin_serves_sglangs_decode(scenarios: dict[str, Any]) -> None:
     scenario = scenarios["decode-on"]
     assert scenario["error"] == ""  # SGLang's own assertion on the layer's output passed
-    assert "kvbridge: decode of this DeepSeekV4TokenToKVPool is served by kvbridge.kernels.mla" in scenario["log"]
+    line = "kvbridge: kernel on: 1 caches of DeepSeekV4TokenToKVPool, page strides [149760], backend cpu"
+    assert scenario["log"].count(line) == 1
     assert "kvbridge: decode prepared: up to 1 queries, 64 heads" in scenario["log"]
     assert "stays with SGLang's own kernel" not in scenario["log"]
+
+
+def test_compare_keeps_sglangs_output_and_writes_a_line_for_each_call(scenarios: dict[str, Any]) -> None:
+    scenario = scenarios["decode-compare"]
+    assert scenario["error"] == ""
+    assert "kvbridge: kernel compare: 1 calls, 0 beyond their bounds, largest relative RMS" in scenario["log"]
+    (row,) = scenario["lines"]["sglang-pp0-tp0-calls.jsonl"]
+    assert row["ok"]
+    assert 0 < row["relative_rms"] <= CALL_BOUND
+    assert row["shape"] == {"queries": 1, "heads": 64, "window": 128, "extra": 0}
 
 
 def test_off_leaves_sglangs_functions_alone(scenarios: dict[str, Any]) -> None:
@@ -71,7 +82,7 @@ def test_off_leaves_sglangs_functions_alone(scenarios: dict[str, Any]) -> None:
 def test_a_pool_the_kernel_cannot_serve_stays_with_sglang(scenarios: dict[str, Any]) -> None:
     scenario = scenarios["decode-uniform"]
     assert scenario["error"] == ""
-    reason = "decode stays with SGLang's own kernel: layers.0.swa: got record uniform_fp8, expected one of"
+    reason = "kernel on: SGLang's own kernel serves: layers.0.swa: got record uniform_fp8, expected one of"
     assert scenario["log"].count(reason) == 1
 
 
@@ -79,9 +90,11 @@ def test_forced_and_unserved_is_refused_at_start_up(scenarios: dict[str, Any]) -
     assert scenarios["decode-forced-uniform"]["error"].startswith(
         "NotServedError: layers.0.swa: got record uniform_fp8, expected one of"
     )
+    assert "backend" in scenarios["decode-forced-backend"]["error"]
+    assert scenarios["decode-forced-backend"]["error"].startswith("NotServedError: ")
 
 
 def test_a_misspelt_mode_is_reported_and_off(scenarios: dict[str, Any]) -> None:
     log = scenarios["decode-misspelt"]["log"]
-    assert "KVBRIDGE_DECODE: got 'yes', expected off, on or force; taken as off" in log
+    assert "KVBRIDGE_DECODE: got 'yes', expected one of off, compare, on, force; taken as off" in log
     assert "decode wrapped: False" in log

@@ -201,6 +201,8 @@ SCENARIOS: dict[str, tuple[dict[str, str], Callable[[], None]]] = {
     "decode-on": ({"KVBRIDGE_DECODE": "on"}, backend_decodes),
     "decode-uniform": ({"KVBRIDGE_DECODE": "on"}, build_uniform),
     "decode-forced-uniform": ({"KVBRIDGE_DECODE": "force"}, build_uniform),
+    "decode-forced-backend": ({"KVBRIDGE_DECODE": "force", "KVBRIDGE_BACKEND": "cuda"}, build),
+    "decode-compare": ({"KVBRIDGE_DECODE": "compare", "KVBRIDGE_COMPARE_DIR": "{folder}"}, backend_decodes),
     "decode-misspelt": ({"KVBRIDGE_DECODE": "yes"}, build),
     "backend-altered": ({"KVBRIDGE_AUDIT": "error"}, backend_altered),
 }
@@ -240,9 +242,13 @@ def main() -> None:
     results = {}
     for name in SCENARIOS:
         run(name)
-        files = {path.name: json.loads(path.read_text()) for path in sorted((FOLDER / name).glob("*"))}
+        files = {path.name: json.loads(path.read_text()) for path in sorted((FOLDER / name).glob("*.json"))}
+        lines = {
+            path.name: [json.loads(line) for line in path.read_text().splitlines()]
+            for path in sorted((FOLDER / name).glob("*.jsonl"))
+        }
         log, error = (FOLDER / f"{name}.log").read_text(), (FOLDER / f"{name}.error").read_text()
-        results[name] = {"error": error, "log": log, "files": files}
+        results[name] = {"error": error, "log": log, "files": files, "lines": lines}
     Path(sys.argv[3]).write_text(json.dumps(results))
 
 
