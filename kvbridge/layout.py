@@ -12,7 +12,6 @@ always consistent. Alignment is data, not an engine's name: 37,376 may be exact,
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from enum import StrEnum
 from functools import cached_property
@@ -278,6 +277,8 @@ class PageLayout(DeclaredLayout):
             self.page_bytes,
             self.page_stride_bytes,
         )
+        import hashlib  # OpenSSL takes longer to load than a page table to print
+
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 

@@ -72,11 +72,9 @@ def _benchmark() -> ModuleType:
     return module
 
 
-def test_starts_within_its_limits() -> None:
+def test_starts_within_its_limit() -> None:
+    """The absolute limit, in processor time; the benchmark script also compares with a process that imports libraries."""
     benchmark = _benchmark()
-    times = None
-    for _ in range(4):  # a shared machine may be busy for a while; the limits hold for the minimum
-        times = benchmark.measure(10)
-        if not times.exceeded():
-            return
-    pytest.fail(f"measured {times}")
+    times = benchmark.measure(5).processor
+    assert times["json"] <= benchmark.SECONDS
+    assert times["table"] <= benchmark.SECONDS * benchmark.TABLE_FACTOR
