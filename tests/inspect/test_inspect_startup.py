@@ -73,7 +73,7 @@ def _benchmark() -> ModuleType:
 
 
 def test_starts_within_its_limit() -> None:
-    """The absolute limit, in processor time; the benchmark script also compares with a process that imports libraries."""
+    """The absolute limit, in processor time; the benchmark also compares with a process that imports libraries."""
     benchmark = _benchmark()
     times = benchmark.measure(5).processor
     assert times["json"] <= benchmark.SECONDS
