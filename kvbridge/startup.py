@@ -4,7 +4,8 @@
     KVBRIDGE_AUDIT=off|warn|error    audits it; error stops the engine before it serves, with the findings
     neither set                      the plugin does nothing
 
-A worker goes on when the plugin itself fails: only findings, and only under `error`, stop an engine.
+A worker goes on when the plugin itself fails, or meets pools that nobody described: only findings, and only under
+`error`, stop an engine.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from enum import StrEnum
 from pathlib import Path
 
 from kvbridge.documents import DeclaredManifest
-from kvbridge.errors import KVBridgeError
+from kvbridge.engine import EngineError
+from kvbridge.errors import KVBridgeError, LayoutError
 from kvbridge.manifest import SCHEMA_VERSION, Rank
 from kvbridge.rule import Severity
-from kvbridge.rules import Finding
+from kvbridge.rules import Finding, finding_of
 
 DIRECTORY_VARIABLE = "KVBRIDGE_MANIFEST_DIR"
 AUDIT_VARIABLE = "KVBRIDGE_AUDIT"
@@ -89,14 +91,21 @@ class Startup:
         Raises:
             StartupAuditError: The mode is `error` and there are findings of that severity. Nothing else is raised.
         """
+        manifest: DeclaredManifest | None = None
         try:
-            manifest, findings = capture()
-            written = self._write(manifest, worker)
-            if self.mode is not AuditMode.OFF:
+            try:
+                manifest, findings = capture()
+            except LayoutError as fault:  # the pools contradict themselves before a manifest can be made of them
+                findings = (finding_of(fault),)
+            written = None if manifest is None else self._write(manifest, worker)
+            if manifest is not None and self.mode is not AuditMode.OFF:
                 from kvbridge.audit import audit_declared
 
                 findings = (*findings, *audit_declared(manifest))
             self._report(manifest, findings, written, worker, log)
+        except EngineError as reason:
+            log.warning("kvbridge: %s: not audited: %s", worker, reason)
+            return
         except Exception:
             log.exception("kvbridge: %s: the plugin failed by its own fault; the engine goes on unaudited", worker)
             return
@@ -116,14 +125,14 @@ class Startup:
 
     def _report(
         self,
-        manifest: DeclaredManifest,
+        manifest: DeclaredManifest | None,
         findings: tuple[Finding, ...],
         written: Path | None,
         worker: str,
         log: logging.Logger,
     ) -> None:
-        layers = sum(len(pool.layers) for pool in manifest.pools)
-        pools = len(manifest.pools)
+        layers = sum(len(pool.layers) for pool in manifest.pools) if manifest else 0
+        pools = len(manifest.pools) if manifest else 0
         where = f"; manifest {written}" if written else ""
         if self.mode is AuditMode.OFF:
             log.info("kvbridge: %s: %d pools, %d layer caches, audit off%s", worker, pools, layers, where)

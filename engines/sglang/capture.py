@@ -22,6 +22,7 @@ from kvbridge.engines.sglang.layouts import read_pool
 from kvbridge.engines.sglang.live import declare
 from kvbridge.engines.sglang.options import resolve_settings
 from kvbridge.engines.sglang.plan import UNLIMITED_BYTES, given_options
+from kvbridge.engines.sglang.workarounds import RELEASE
 from kvbridge.errors import KVBridgeError
 from kvbridge.manifest import Manifest, Rank
 from kvbridge.models import Family, load_model
@@ -46,6 +47,8 @@ def capture(*, model: Path, options: Mapping[str, OptionValue]) -> Manifest:
         LayoutError: A tensor contradicts its layout.
     """
     release = sglang_version()
+    if model.is_file():
+        model = model.parent
     given = given_options(resolve_options(ENGINE, options))
     given.setdefault("max-total-tokens", CAPTURED_TOKENS)
     config = load_model(model)
@@ -62,6 +65,9 @@ def capture(*, model: Path, options: Mapping[str, OptionValue]) -> Manifest:
             built_pool(model, settings=settings, options=resolved, budget_bytes=UNLIMITED_BYTES) as pool,
         ):
             declared = capture_pool(pool, model=config.name, options=given, release=release)
+            if release != RELEASE:
+                note = f"captured with the work-arounds of SGLang {RELEASE}; those of {release} were not read"
+                declared = declared.model_copy(update={"notes": (*declared.notes, note)})
     except KVBridgeError:
         raise
     except Exception as error:  # SGLang refuses models with asserts and errors of every type

@@ -6,7 +6,8 @@
     DSATokenToKVPool          and index_key_cache.buffer[i]: [pages, 8448]; none where a layer shares its indexer
     MLATokenToKVPoolFP4       and kv_scale_buffer[i]: [size + page, 36]
 
-Pools are told apart by the names of their classes, so that a subclass reads like its base. Host pools: host_pools.py.
+Pools are told apart by the exact names of their classes: a subclass may lay its tensors out anew, and is refused until
+somebody has read it. Host pools: host_pools.py.
 Source: SGLang 0.5.23 mem_cache/deepseek_v4_memory_pool.py, mem_cache/memory_pool.py.
 """
 
@@ -37,11 +38,10 @@ def read_pool(pool: Any) -> tuple[LiveCache, ...]:
         EngineError: A pool class whose layout is not known here.
         LayoutError: The pool's own figures contradict each other.
     """
-    for base in type(pool).__mro__:
-        reader = _READERS.get(base.__name__)
-        if reader is not None:
-            return tuple(reader(pool))
-    raise EngineError(f"pool: got {type(pool).__name__}, expected one of {sorted(_READERS)}")
+    reader = _READERS.get(type(pool).__name__)
+    if reader is None:
+        raise EngineError(f"pool: got {type(pool).__name__}, expected one of {sorted(_READERS)}")
+    return tuple(reader(pool))
 
 
 def read_paged(
@@ -92,7 +92,7 @@ def read_paged(
 
 def page_format(pool: Any) -> PageFormat:
     """Format of a DeepSeek-V4 pool: the record by name, policy and alignment from SGLang's own KVLayout."""
-    if any(base.__name__ == "DeepSeekV4UniformFP8KVPool" for base in type(pool).__mro__):
+    if type(pool).__name__ == "DeepSeekV4UniformFP8KVPool":
         return KV_LAYOUTS["uniform_fp8"]  # its kv_layout still says V4
     layout = pool.kv_layout
     known = KV_LAYOUTS.get(layout.value)
@@ -299,8 +299,12 @@ def _read_logical_host(pool: Any) -> Iterator[LiveCache]:
 _READERS: dict[str, Callable[[Any], Iterator[LiveCache]]] = {
     "DeepSeekV4TokenToKVPool": _read_owner,
     "DeepSeekV4SingleKVPool": read_paged,
+    "DeepSeekV4UniformFP8KVPool": read_paged,
+    "HiSparseC4DevicePool": read_paged,
     "DeepSeekV4IndexerPool": _read_indexer,
     "CompressStatePool": _read_state,
     "MLATokenToKVPool": _read_classic,
+    "MLATokenToKVPoolFP4": _read_classic,
+    "DSATokenToKVPool": _read_classic,
     "LogicalHostPool": _read_logical_host,
 }

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from kvbridge.documents import DeclaredManifest, parse_manifests
-from kvbridge.engine import PlanRequest
+from kvbridge.engine import EngineError, PlanRequest
 from kvbridge.engines.sglang import ENGINE
+from kvbridge.errors import PageStrideError
 from kvbridge.manifest import Rank
 from kvbridge.models import load_model
 from kvbridge.rules import Finding, finding
@@ -99,6 +100,28 @@ def test_a_fault_of_the_plugin_is_logged_and_nothing_else(mode: AuditMode, caplo
     Startup(mode, None, True).check(broken, worker="w", log=LOG)
     assert "w: the plugin failed by its own fault; the engine goes on unaudited" in caplog.text
     assert "ZeroDivisionError: of the plugin" in caplog.text
+
+
+@pytest.mark.parametrize("mode", list(AuditMode))
+def test_pools_that_nobody_described_are_named_and_stop_nothing(
+    mode: AuditMode, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unknown() -> Any:
+        raise EngineError("pool: got OtherPool, expected one of ['ThisPool']")
+
+    Startup(mode, None, True).check(unknown, worker="w", log=LOG)
+    assert "kvbridge: w: not audited: pool: got OtherPool, expected one of ['ThisPool']" in caplog.text
+    assert "Traceback" not in caplog.text
+
+
+def test_a_contradiction_before_there_is_a_manifest_is_a_finding(tmp_path: Path) -> None:
+    def contradiction() -> Any:
+        raise PageStrideError("bytes_per_page_padded", got=37_376, expected=37_440)
+
+    Startup(AuditMode.WARN, tmp_path, True).check(contradiction, worker="w", log=LOG)
+    with pytest.raises(StartupAuditError, match="bytes_per_page_padded: got 37376, expected 37440"):
+        Startup(AuditMode.ERROR, tmp_path, True).check(contradiction, worker="w", log=LOG)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

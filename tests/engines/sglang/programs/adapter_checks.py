@@ -186,13 +186,19 @@ def unified_pools() -> None:
 
 @check
 def unknown_pools_are_refused_by_name() -> None:
-    """A class whose pages nobody described is no layout."""
-    try:
-        read_pool(object())
-    except EngineError as error:
-        assert "pool: got object, expected one of ['CompressStatePool', 'DeepSeekV4IndexerPool'" in str(error)
-    else:
-        raise AssertionError("accepted")
+    """A class whose pages nobody described is no layout, even where it derives from one that was."""
+
+    class OtherPool(MLATokenToKVPool):
+        """May lay its tensors out anew."""
+
+    for pool, name in ((object(), "object"), (classic(OtherPool, torch.bfloat16), "OtherPool")):
+        try:
+            read_pool(pool)
+        except EngineError as error:
+            expected = f"pool: got {name}, expected one of ['CompressStatePool', 'DSATokenToKVPool'"
+            assert str(error).startswith(expected), error
+        else:
+            raise AssertionError("accepted")
 
 
 @check
