@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -36,6 +36,7 @@ from kvbridge.kernels.errors import KernelError  # noqa: E402
 SOURCE = Path(__file__).with_name("gpu_probe.cuh")
 DECODES = ("v4", "v41", "v41_fp4", "dsa", "v4_bf16")
 GATHERS = ((576, 16), (576, 32), (576, 64), (1152, 32))
+FRAGMENT_BYTES = 1024  # shared memory of the fragment kernels
 _STRIDE_BYTES, _ROWS = 1152, 1024  # between gathered rows; of one block
 KERNELS = (
     "ldmatrix_probe",
@@ -166,11 +167,24 @@ def mma_inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.stack(a), torch.stack(b), torch.stack(c)
 
 
-def fragments(probe: Probe) -> dict[str, dict[str, list[int]]]:
+class Fragments(Protocol):
+    """What runs the fragment kernels: a GPU here, the emulator in the tests."""
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor where the kernels run."""
+
+    def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """Zeros where the kernels run."""
+
+    def launch(self, name: str, *, blocks: int, threads: int, shared_bytes: int = 0, **values: Any) -> None:
+        """Runs one kernel."""
+
+
+def fragments(probe: Fragments) -> dict[str, dict[str, list[int]]]:
     """Inputs and outputs of every instruction the emulator imitates."""
     found: dict[str, dict[str, list[int]]] = {}
     out = probe.zeros(320, dtype=torch.int32)
-    probe.launch("ldmatrix_probe", blocks=1, threads=32, out=out)
+    probe.launch("ldmatrix_probe", blocks=1, threads=32, shared_bytes=FRAGMENT_BYTES, out=out)
     found["ldmatrix"] = {"out": words(out)}
 
     a, b, c = map(probe.place, mma_inputs())
@@ -180,7 +194,7 @@ def fragments(probe: Probe) -> dict[str, dict[str, list[int]]]:
 
     source = probe.place(torch.arange(1, 513, dtype=torch.int32).to(torch.uint8) | 1)
     out = probe.zeros(32 * 24, dtype=torch.uint8)
-    probe.launch("copy_probe", blocks=1, threads=32, first=source, out=out)
+    probe.launch("copy_probe", blocks=1, threads=32, shared_bytes=FRAGMENT_BYTES, first=source, out=out)
     found["copy_async"] = {"source": words(source), "out": words(out)}
 
     special = [0x0000, 0x8000, 0x0001, 0x8001, 0x007F, 0x0080, 0x00FF, 0x0100, 0x3F80, 0xBF80, 0x7B80, 0x7E80, 0x7F7F]
