@@ -53,12 +53,16 @@ class CpuBackend:
         self.path = path
         self.name = "cpu" if path is cpu.Path.AUTO else f"cpu:{path.name.lower()}"
 
+    def _load(self) -> cpu.Library:
+        # The emulated matrix unit exists only in a library built for tests.
+        return cpu.load(emulate_amx=True) if self.path is cpu.Path.AMX_EMULATED else cpu.load()
+
     def missing(self, device_type: str) -> str | None:
         """Why it cannot run here: another device, no compiler, or a failed build."""
         if device_type != "cpu":
             return f"runs on cpu tensors, not on {device_type}"
         try:
-            usable = cpu.load().usable
+            usable = self._load().usable
         except (cpu_build.CompilerMissingError, cpu_build.CpuBuildError, cpu.CpuCallError, OSError) as error:
             return str(error)
         if self.path is not cpu.Path.AUTO and self.path not in usable:
@@ -78,11 +82,11 @@ class CpuBackend:
         """Room for partial results of as many threads as torch has now; with more of them slots stay unsplit."""
         invariant = plan.caps.mode == Mode.BATCH_INVARIANT
         threads = torch.get_num_threads()
-        return cpu.load().workspace_bytes(heads=plan.caps.heads, threads=threads, batch_invariant=invariant)
+        return self._load().workspace_bytes(heads=plan.caps.heads, threads=threads, batch_invariant=invariant)
 
     def prepare(self, plan: Plan, device: torch.device) -> cpu.CallStructure:
         """Loads the library and fills what all calls of a plan share."""
-        cpu.load()
+        self._load()
         flags = cpu.Flag.BATCH_INVARIANT if plan.caps.mode == Mode.BATCH_INVARIANT else cpu.Flag(0)
         return cpu.CallStructure(
             abi=cpu.ABI,
@@ -98,7 +102,7 @@ class CpuBackend:
 
     def bind(self, prepared: cpu.CallStructure, call: Call, workspace: torch.Tensor | None) -> CpuRunner:
         """Fills the structure of one call."""
-        return CpuRunner(cpu.load(), prepared, call, workspace)
+        return CpuRunner(self._load(), prepared, call, workspace)
 
 
 class CpuRunner:
@@ -199,7 +203,7 @@ def _lse_flags(form: LseFormat) -> cpu.Flag:
 
 
 def variant(text: str) -> CpuBackend | None:
-    """The backend with one instruction set forced: `portable`, `avx2`, `avx512`, `avx512_bf16`, `amx`."""
+    """The backend with one path forced: `portable`, `avx2`, `avx512`, `avx512_bf16`, `amx`, `amx_emulated`."""
     path = cpu.Path.__members__.get(text.upper())
     return None if path is None else CpuBackend(path)
 
