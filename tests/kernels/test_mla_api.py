@@ -273,6 +273,24 @@ def test_padded_sink_is_cut_and_padded_heads_stay_untouched(backend: str) -> Non
     assert not judge(scenario).failures
 
 
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_prefill_of_many_queries_and_verify_queries(backend: str) -> None:
+    caps = mla.Caps.for_verify(sequences=400, speculative_tokens=2, heads=3, widths=(40,), records=("v4",))
+    scenario = build(Case(queries=5, heads=3, width=40, lengths="none"))
+    view = scenario.caches[0].view
+    generator = torch.Generator().manual_seed(4)
+    slots = torch.randint(-1, view.capacity_rows, (caps.queries, 40), generator=generator)
+    q = torch.randn(caps.queries, 3, 512, generator=generator).bfloat16()
+    clean = torch.where(slots < 0, -1, scenario.caches[0].slots.flatten()[slots % 200])
+    out, few = torch.empty(caps.queries, 3, 512), torch.empty(20, 3, 512)
+    whole = mla.Cache(view=view, slots=clean)
+    mla.run(mla.prepare(mla.plan(caps), backend=backend), q=q, caches=[whole], out=out, scale=0.04)
+    some = torch.arange(0, caps.queries, 60)
+    part = mla.Cache(view=view, slots=clean[some])
+    mla.run(mla.prepare(mla.plan(caps), backend="reference"), q=q[some], caches=[part], out=few, scale=0.04)
+    assert ((out[some] - few).square().mean() / few.square().mean()).sqrt() <= 2.5e-3
+
+
 def test_a_view_whose_memory_is_gone_is_refused() -> None:
     scenario = build(PLAIN)
     prepared = mla.prepare(scenario.plan, backend="cpu")

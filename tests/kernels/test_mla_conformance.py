@@ -30,6 +30,7 @@ from kvbridge.kernels.conformance.targets import moved
 from kvbridge.layout import PageLayout
 from kvbridge.view import PageView
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 TORCH = backend_target("torch")
 SMALL = tuple(case for case in cases() if case.record in ("v4", "v41", "v4_bf16"))
 
@@ -43,7 +44,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("backend", ["torch", "cpu", "cpu:amx_emulated"])
 def test_backend_conforms(backend: str) -> None:
     report = run(backend_target(backend))
@@ -53,7 +53,7 @@ def test_backend_conforms(backend: str) -> None:
 
 @pytest.mark.parametrize("name", ["run_to_run", "strides", "solo_query", "permutation", "nan_stays"])
 def test_equal_bits_hold_on_several_threads(name: str) -> None:
-    """Slots of a query are split over threads there; with one thread the test says less, but still holds."""
+    torch.set_num_threads(2)
     assert PROPERTIES[name](backend_target("cpu")) == ([], None)
 
 
@@ -62,7 +62,6 @@ def test_reference_conforms_to_its_own_rounding() -> None:
     assert report.ok, report.table()
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("path", ["portable", "avx2", "avx512", "avx512_bf16", "amx"])
 def test_every_cpu_path_conforms(path: str) -> None:
     from kvbridge.kernels import cpu
