@@ -71,7 +71,7 @@ def test_too_few_registers_make_the_spill_gate_fail(monkeypatch: pytest.MonkeyPa
 def test_partial_results_read_through_the_read_only_path_fail_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     sources = cuda_build.sources()
     assert "ld.global.cg" in sources["prim.cuh"]
-    sources["prim.cuh"] = sources["prim.cuh"].replace("ld.global.cg", "ld.global.nc.f32")
+    sources["prim.cuh"] = sources["prim.cuh"].replace("ld.global.cg", "ld.global.nc")
     monkeypatch.setattr(cuda_build, "sources", lambda: sources)
     found = violations(collect(Variant(V4, 16), "sm_80"))
     for kernel in ("decode", "merge"):
