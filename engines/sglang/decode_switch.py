@@ -22,7 +22,7 @@ from typing import Any
 
 from kvbridge.engines.sglang.decode import Decoder, NotServedError
 from kvbridge.errors import KVBridgeError
-from kvbridge.parity import CallRow, difference
+from kvbridge.parity import CALL_BOUND, CallRow, difference
 
 OWNER_POOL = "sglang.srt.mem_cache.deepseek_v4_memory_pool.DeepSeekV4TokenToKVPool.__init__"
 DECODE_FUNCTIONS = (
@@ -109,6 +109,7 @@ class Comparison(Decoder):
             layer=f"pages at {call['k_cache'].data_ptr():#x}",
             shape=shape,
             difference=difference(ours.squeeze(1), theirs.squeeze(1)),
+            call_bound=2 * CALL_BOUND,  # each kernel may be one bound from float64
         )
         self.compared += 1
         self.worst = max(self.worst, row.difference.relative_rms)

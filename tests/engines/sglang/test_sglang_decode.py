@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.timeout(1500)  # the first test waits for every program in SGLang's interpreter
 
-LARGEST_ERROR = 2.5e-3
+BF16_STEP = 2.0**-7
+"""Between two bf16 values, relative to the larger one; half of it is the rounding of the output alone."""
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +42,10 @@ def test_the_report_is_ok_and_complete(report: dict[str, Any]) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_of_the_backend(mode: str, report: dict[str, Any]) -> None:
     rows = {row["call"]: row for row in report["calls"]}
-    for name in (mode, f"{mode}, kvbridge against float64", f"{mode}, SGLang against float64"):
+    for name in (f"{mode}, kvbridge against float64", f"{mode}, SGLang against float64"):
         assert rows[name]["relative_rms"] <= CALL_BOUND, rows[name]
-        assert rows[name]["max_abs"] <= LARGEST_ERROR, rows[name]
+        assert rows[name]["max_abs"] <= BF16_STEP * rows[name]["largest"], rows[name]
+    assert rows[mode]["relative_rms"] <= 2 * CALL_BOUND, rows[mode]
     (assertion,) = [note for note in report["notes"] if note.startswith(f"{mode}: SGLang's own assertion")]
     assert assertion.endswith("passed")
 
@@ -70,7 +72,7 @@ def test_compare_keeps_sglangs_output_and_writes_a_line_for_each_call(scenarios:
     assert "kvbridge: kernel compare: 1 calls, 0 beyond their bounds, largest relative RMS" in scenario["log"]
     (row,) = scenario["lines"]["sglang-pp0-tp0-calls.jsonl"]
     assert row["ok"]
-    assert 0 < row["relative_rms"] <= CALL_BOUND
+    assert 0 < row["relative_rms"] <= 2 * CALL_BOUND
     assert row["shape"] == {"queries": 1, "heads": 64, "window": 128, "extra": 0}
 
 
