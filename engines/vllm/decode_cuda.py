@@ -23,6 +23,7 @@ from kvbridge.engine import EngineError
 from kvbridge.engines.vllm.after_import import after_import
 from kvbridge.engines.vllm.decode import refuse
 from kvbridge.engines.vllm.decode_mode import KernelMode, KernelSwitch
+from kvbridge.errors import KVBridgeError
 
 if TYPE_CHECKING:
     import torch
@@ -145,6 +146,12 @@ def make_caps(*, queries: int, heads: int, window: int, extra: int) -> Caps:
     return mla.Caps(queries=queries, heads=heads, widths=widths, records=(RECORD,) * len(widths))
 
 
+@functools.lru_cache(maxsize=64)
+def left_to_vllm(kind: str, reason: str) -> None:
+    """Says once for each reason that a call was left to vLLM's own kernel; nothing of it had been computed."""
+    log.warning("kvbridge: kernel: a call is left to vLLM's own: %s: %s", kind, reason)
+
+
 @functools.lru_cache(maxsize=8)
 def prepared_for(caps: Caps, device: torch.device) -> Prepared:
     """A plan made ready on a device; layers with equal caps share it, and its workspace: they run one after another."""
@@ -178,7 +185,12 @@ def decode_class(base: Any) -> type:
             swa_only: bool,
             output: torch.Tensor,
         ) -> None:
-            self.kvbridge_decode.run(q, kv_cache, swa_metadata, attn_metadata, swa_only=swa_only, output=output)
+            decode = self.kvbridge_decode
+            try:
+                decode.run(q, kv_cache, swa_metadata, attn_metadata, swa_only=swa_only, output=output)
+            except KVBridgeError as refusal:
+                left_to_vllm(type(refusal).__name__, str(refusal))
+                super()._forward_decode(q, kv_cache, swa_metadata, attn_metadata, swa_only, output)
 
     return KvbridgeFlashMLAAttention
 

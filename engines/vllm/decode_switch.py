@@ -1,7 +1,8 @@
 """Switches the kernel on in one worker: hooks the allocator, and the choice of the attention class on a GPU.
 
     switch_on --> after each allocation:  bind every layer, replace the CPU operator          decode.py
-              '-> when vLLM imports its CUDA model:  a subclass of its attention class        decode_cuda.py
+              |-> when vLLM imports its CUDA model:  a subclass of its attention class        decode_cuda.py
+              '-> on a GPU, in vLLM's registry:      a subclass of FLASHMLA_SPARSE for V3.2   decode_v32.py
 
 Called by the plugin in every process and by the connector in its worker; doing it twice does nothing.
 """
@@ -44,6 +45,17 @@ def switch_on(switch: KernelSwitch) -> None:
 
     _undo.append(after_allocation(lambda allocation: serve(allocation, switch)))
     _undo.append(hook_selection(switch))
+    if on_gpu():
+        from kvbridge.engines.vllm.decode_v32 import register
+
+        _undo.append(register(switch))
+
+
+def on_gpu() -> bool:
+    """Whether this process's platform is a CUDA GPU; asks no driver."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cuda())
 
 
 def switch_off() -> None:

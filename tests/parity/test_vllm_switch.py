@@ -41,11 +41,26 @@ def test_off_leaves_every_name_the_engines_own(facts: dict[str, Any], case: str)
 def test_on_replaces_the_operator_and_says_so_once(facts: dict[str, Any]) -> None:
     seen = facts["on"]
     assert seen["owners"][OPERATOR] == "kvbridge.engines.vllm.decode"
-    (line,) = seen["log"]
+    line = seen["log"][0]
     assert line.startswith("kvbridge: kernel on: 4 attention layers (1 c128, 2 c4, 1 swa), backend cpu")
     assert "page strides [93888]" in line
-    assert seen["calls"] == 12  # 4 layers, one prefill and two decode steps
-    assert seen["fallbacks"] == {}
+    assert seen["calls"] == 12 + 1  # 4 layers, one prefill and two decode steps, and a probe
+    assert sum("kernel on" in line for line in seen["log"]) == 1
+
+
+def test_a_call_that_does_not_fit_is_vllms_own_and_said_once(facts: dict[str, Any]) -> None:
+    probes = facts["on"]["probes"]
+    assert probes["served"] == {"served": 1, "same bits as vLLM's": False, "close": True}
+    left = {name: entry for name, entry in probes.items() if name != "served"}
+    assert set(left) == {"unknown sink", "pages elsewhere", "more queries than planned"}
+    assert all(entry == {"served": 0, "same bits as vLLM's": True, "close": True} for entry in left.values()), left
+    lines = [line.partition("a call is left to vLLM's own: ")[2] for line in facts["on"]["log"][1:]]
+    assert lines == [
+        "the sink belongs to no layer that was bound",
+        "model.layers.1.attn: the pages are elsewhere than when they were bound",
+        "model.layers.1.attn: q.shape[0]: got 2049, expected at most 2048 (caps.queries)",
+    ]
+    assert list(facts["on"]["fallbacks"].values()) == [1, 1, 1]
 
 
 def test_switched_off_again_everything_is_given_back(facts: dict[str, Any]) -> None:
@@ -77,14 +92,14 @@ def test_forced_it_stops_the_start_and_says_why(facts: dict[str, Any]) -> None:
 def test_worker_processes_load_the_plugin_themselves() -> None:
     done = run_in_engine(
         "vllm",
-        ["-m", "tests.engines.vllm.vllm_generate", MODEL],
+        ["-m", "tests.parity.vllm_programs.serve", MODEL],
         environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "KVBRIDGE_DECODE": "force", "OMP_NUM_THREADS": "1"},
     )
     output = done.stdout + done.stderr
     assert output.count("kvbridge: kernel force: 4 attention layers (1 c128, 2 c4, 1 swa), backend cpu") == 1
     assert "a call is left to vLLM's own" not in output
     line = next(line for line in done.stdout.splitlines() if line.startswith("TOKENS "))
-    assert [len(tokens) for tokens in json.loads(line.removeprefix("TOKENS "))] == [3, 3]
+    assert [len(tokens) for tokens in json.loads(line.removeprefix("TOKENS "))] == [2, 2]
 
 
 def test_an_unknown_value_is_reported_and_taken_as_off(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Runs in vLLM's interpreter: a sequence's pages leave vLLM's cache, come back in SGLang's layout, and decoding goes on.
+"""Runs in vLLM's interpreter: a sequence's pages leave vLLM's cache, come back in SGLang's layout; decoding goes on.
 
 python -m tests.parity.vllm_programs.hand_over FOLDER SGLANG.json
 

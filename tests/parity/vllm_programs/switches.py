@@ -52,6 +52,42 @@ def owners() -> dict[str, str]:
     return found
 
 
+def probe() -> dict[str, Any]:
+    """Calls of the operator that the kernel must leave to vLLM's own, or serve: are the outputs those of vLLM's own?"""
+    import torch
+
+    from kvbridge.engines.vllm.decode import DECODER
+
+    layer = next(layer for layer in DECODER.layers.values() if layer.kind == "c4")
+    sink = layer._sink
+    window, extra = layer.views
+    elsewhere = window.pages.clone()
+    most = layer.prepared.plan.caps.queries
+    seen: dict[str, Any] = {}
+    for name, queries, given, pages in (
+        ("served", 2, sink, window.pages),
+        ("unknown sink", 2, sink.clone(), window.pages),
+        ("pages elsewhere", 2, sink, elsewhere),
+        ("more queries than planned", most + 1, sink, window.pages),
+    ):
+        generator = torch.Generator().manual_seed(5)
+        q = torch.randn(queries, 64, 512, generator=generator).bfloat16()
+        slots = torch.full((queries, 128), -1)
+        slots[:, :40] = torch.arange(64, 104)  # block 1, the first prompt's
+        extra_slots = torch.full((queries, 512), -1)
+        arguments = (q, pages, slots, 64, extra.pages, extra_slots, 64, given, 0.04)
+        ours, theirs = torch.empty_like(q), torch.empty_like(q)
+        calls = DECODER.calls
+        torch.ops._C.flash_mla_with_kvcache_cpu(ours, *arguments)
+        DECODER._original(theirs, *arguments)
+        seen[name] = {
+            "served": DECODER.calls - calls,
+            "same bits as vLLM's": torch.equal(ours, theirs),
+            "close": bool(((ours - theirs).float().norm() / theirs.float().norm()) < 5e-3),
+        }
+    return seen
+
+
 def run(model: Path, folder: Path) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
@@ -79,6 +115,8 @@ def run(model: Path, folder: Path) -> dict[str, Any]:
             prompts, SamplingParams(temperature=0, max_tokens=3, detokenize=False), use_tqdm=False
         )
         facts["tokens"] = [list(answer.outputs[0].token_ids) for answer in answers]
+        if DECODER.installed and DECODER.observer is None:
+            facts["probes"] = probe()
         del engine
     except Exception as error:
         chain: list[str] = []
