@@ -3,7 +3,7 @@
     apply() before vLLM is imported: variables at once, patches right after the module they belong to is imported
 
 Nothing here is applied unless somebody asks for a live engine on a CPU (`capture`, `parity`); plugins never do. The
-tests' environment has the same for processes that kvbridge does not start (tests/engine_shims/vllm).
+tests' environment applies the patches in processes that kvbridge does not start (tests/engine_shims/vllm).
 """
 
 from __future__ import annotations
@@ -128,16 +128,22 @@ def apply(version: str) -> tuple[str, ...]:
     """
     if version.split("+", maxsplit=1)[0] != RELEASE:
         return ()
-    patches: dict[str, Callable[[types.ModuleType], None]] = {}
     for entry in WORKAROUNDS:
         for name, value in entry.variables.items():
             os.environ.setdefault(name, value)
         for name in entry.hidden:
             sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+    patch_after_import()
+    return tuple(entry.name for entry in WORKAROUNDS)
+
+
+def patch_after_import() -> None:
+    """Applies the patches alone: at once where their module is loaded, else right after its import."""
+    patches: dict[str, Callable[[types.ModuleType], None]] = {}
+    for entry in WORKAROUNDS:
         if entry.patch is not None:
             if entry.module in sys.modules:
                 entry.patch(sys.modules[entry.module])
             else:
                 patches[entry.module] = entry.patch
     sys.meta_path.insert(0, _AfterImport(patches))
-    return tuple(entry.name for entry in WORKAROUNDS)
