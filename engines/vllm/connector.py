@@ -3,6 +3,9 @@
     KVTransferConfig(kv_connector="KvbridgeConnector", kv_connector_module_path="kvbridge.engines.vllm.connector",
                      kv_role="kv_both", kv_connector_extra_config={"audit": "error", "manifest_dir": "manifests"})
 
+`"kernel": "on"` in the same config switches the kernel on (decode_mode.py), on a CPU: on a GPU the attention class is
+chosen before a connector exists, so there it takes the environment's KVBRIDGE_DECODE.
+
 The connector interface is vLLM's public one, so this is the way in where plugins are not allowed. The class derives
 from vLLM's base class and is therefore made when it is asked for. Source: vLLM 0.32.0
 distributed/kv_transfer/kv_connector/{factory.py,v1/base.py}.
@@ -14,6 +17,7 @@ import os
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from kvbridge.engines.vllm.decode_mode import COMPARE_VARIABLE, KERNEL_VARIABLE, KernelMode, KernelSwitch
 from kvbridge.engines.vllm.plugin import check_allocation, log
 from kvbridge.startup import AUDIT_VARIABLE, DIRECTORY_VARIABLE, Startup
 
@@ -40,6 +44,12 @@ def startup_of(extra_config: dict[str, Any]) -> Startup:
     return Startup.from_environment(log, asked)
 
 
+def switch_of(extra_config: dict[str, Any]) -> KernelSwitch:
+    """Which kernel a connector's own config asks for, with `kernel` and `compare_dir`; `off` where it says nothing."""
+    names = {KERNEL_VARIABLE: "kernel", COMPARE_VARIABLE: "compare_dir"}
+    return KernelSwitch.read(log, {name: str(extra_config.get(key) or "") for name, key in names.items()})
+
+
 @cache
 def connector_class() -> type:
     """Makes the connector's class; it is the same for every caller in a process."""
@@ -55,22 +65,25 @@ def connector_class() -> type:
             self._cache_config = kv_cache_config
             extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
             self._startup = startup_of(dict(extra))
+            self._switch = switch_of(dict(extra))
 
         def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
             """Audits the tensors; vLLM calls this once in every worker, before it serves."""
             from kvbridge.engines.vllm.declared import is_packed, page_tokens_of
             from kvbridge.engines.vllm.live import Allocation
 
-            check_allocation(
-                self._startup,
-                Allocation(
-                    kv_caches=kv_caches,
-                    kv_cache_config=self._cache_config,
-                    packed=is_packed(self._cache_config),
-                    page_tokens=page_tokens_of(kv_caches, self._cache_config),
-                    vllm_config=self._config,
-                ),
+            allocation = Allocation(
+                kv_caches=kv_caches,
+                kv_cache_config=self._cache_config,
+                packed=is_packed(self._cache_config),
+                page_tokens=page_tokens_of(kv_caches, self._cache_config),
+                vllm_config=self._config,
             )
+            check_allocation(self._startup, allocation)
+            if self._switch.mode is not KernelMode.OFF:
+                from kvbridge.engines.vllm.decode_switch import serve
+
+                serve(allocation, self._switch)
 
         def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
             """Loads nothing."""

@@ -73,11 +73,15 @@ def serve(allocation: Allocation, switch: KernelSwitch) -> None:
     Raises:
         EngineError: The mode is `force` and the kernel cannot serve.
     """
-    from kvbridge.engines.vllm.decode import take_over
+    from kvbridge.engine import EngineError
+    from kvbridge.engines.vllm.decode import refuse, take_over
     from kvbridge.engines.vllm.live import device_arch
 
     if device_arch() == "cpu":
         take_over(allocation, switch.mode, observer_of(allocation, switch))
+    elif not _undo:
+        late = EngineError("config of a connector: got a GPU, expected a CPU: set KVBRIDGE_DECODE before vLLM starts")
+        refuse(switch.mode, late)
 
 
 def observer_of(allocation: Allocation, switch: KernelSwitch) -> Observer | None:

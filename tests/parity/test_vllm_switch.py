@@ -89,6 +89,15 @@ def test_forced_it_stops_the_start_and_says_why(facts: dict[str, Any]) -> None:
     assert f"kvbridge: kernel force: the kernel cannot serve, so vLLM does not start: {REASON}" in seen["error"]
 
 
+def test_a_connectors_own_config_switches_it_on(facts: dict[str, Any]) -> None:
+    seen = facts["connector"]
+    assert seen["error"] == ""
+    assert seen["owners"][OPERATOR] == "kvbridge.engines.vllm.decode"
+    assert seen["owners"]["vllm.v1.worker.utils.allocate_kv_cache"] == "vllm.v1.worker.utils"
+    assert "kvbridge: kernel force: 4 attention layers (1 c128, 2 c4, 1 swa), backend cpu" in "\n".join(seen["log"])
+    assert seen["calls"] == 12 + 1
+
+
 def test_worker_processes_load_the_plugin_themselves() -> None:
     done = run_in_engine(
         "vllm",

@@ -21,6 +21,7 @@ CASES: Mapping[str, Mapping[str, str]] = {
     "compare": {"KVBRIDGE_DECODE": "compare"},
     "unsupported": {"KVBRIDGE_DECODE": "on", "KVBRIDGE_BACKEND": "cuda"},
     "forced": {"KVBRIDGE_DECODE": "force", "KVBRIDGE_BACKEND": "cuda"},
+    "connector": {},
     "off again": {},
 }
 
@@ -88,7 +89,20 @@ def probe() -> dict[str, Any]:
     return seen
 
 
-def run(model: Path, folder: Path) -> dict[str, Any]:
+def connector() -> dict[str, Any]:
+    from vllm.config import KVTransferConfig
+
+    return {
+        "kv_transfer_config": KVTransferConfig(
+            kv_connector="KvbridgeConnector",
+            kv_connector_module_path="kvbridge.engines.vllm.connector",
+            kv_role="kv_both",
+            kv_connector_extra_config={"audit": "off", "kernel": "force"},
+        )
+    }
+
+
+def run(model: Path, folder: Path, more: Mapping[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     from kvbridge.engines.vllm.decode import DECODER
@@ -109,6 +123,7 @@ def run(model: Path, folder: Path) -> dict[str, Any]:
             max_num_batched_tokens=512,
             kv_cache_memory_bytes=64 << 20,
             dtype="bfloat16",
+            **more,
         )
         prompts = [{"prompt_token_ids": [(7 * i + 3) % 1000 + 2 for i in range(length)]} for length in (150, 40)]
         answers = engine.generate(
@@ -149,7 +164,7 @@ def main(out: Path) -> None:
             os.environ.update({**variables, "KVBRIDGE_COMPARE_DIR": str(compared)})
             plugin._state["registered"] = False
             plugin.register()
-            facts[name] = run(model, compared)
+            facts[name] = run(model, compared, connector() if name == "connector" else {})
             facts[name]["log"] = keep.lines
             plugin.log.removeHandler(keep)
             decode_switch.switch_off()
