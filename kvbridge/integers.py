@@ -107,7 +107,11 @@ def regular_parts(sources: Numbers, targets: Numbers) -> Iterator[tuple[Numbers,
     import torch
 
     steps, target_steps = as_tensor(sources).diff(), as_tensor(targets).diff()
-    changes = ((steps[1:] != steps[:-1]) | (target_steps[1:] != target_steps[:-1])).nonzero().flatten() + 1
+    change = (steps[1:] != steps[:-1]).logical_or_(target_steps[1:] != target_steps[:-1])
+    if len(change) - int(change.count_nonzero()) < _REGULAR - 2:  # no stretch can be long enough
+        yield sources, targets
+        return
+    changes = change.nonzero().flatten() + 1
     ends = torch.cat((torch.tensor([0]), changes, torch.tensor([count - 1])))
     rising = (steps[ends[:-1]] > 0) & (target_steps[ends[:-1]] > 0)
     long = rising & (ends.diff() + 1 >= _REGULAR)

@@ -112,12 +112,13 @@ class _Mover:
         targets, order = as_tensor(copy.targets).sort()
         sources = as_tensor(copy.sources)[order]
         first, stride = int(sources.min()), self._source.page_stride_bytes
-        places, odd = (sources - first).div(stride, rounding_mode="floor"), (sources - first).remainder(stride)
+        distances = sources - first
+        places = distances.div(stride, rounding_mode="floor")
         step = self._target.page_stride_bytes
         ends = (targets.diff() != step).nonzero().flatten() + 1
         bounds = torch.cat((torch.zeros(1, dtype=torch.int64), ends, torch.tensor([len(targets)])))
         lengths = bounds.diff()
-        if bool(odd.any()) or int(lengths.max()) < _GATHER_FROM:
+        if int(lengths.max()) < _GATHER_FROM or not torch.equal(places * stride, distances):
             return copy
         pages = _strided(
             self._source, copy, range(first, first + int(places.max()) * stride + 1, stride), copy.source_row_stride
