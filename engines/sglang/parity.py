@@ -25,7 +25,7 @@ from kvbridge.engines.sglang import ENGINE, workarounds
 from kvbridge.engines.sglang.capture import sglang_version
 from kvbridge.engines.sglang.decode import Decoder
 from kvbridge.engines.sglang.triton_casts import exact_casts
-from kvbridge.parity import CALL_BOUND, CallRow, Control, ParityReport, difference
+from kvbridge.parity import CALL_BOUND, ROW_BOUND, CallRow, Control, ParityReport, difference
 
 Call = dict[str, Any]
 Spoil = Callable[[Call], Call]
@@ -216,8 +216,16 @@ def compare_call(decoder: Decoder, mode: str, call: Call, sglang: Any, spoil: Sp
         apart = difference(left.squeeze(1), right.squeeze(1))
         # SGLang's torch decode keeps probabilities in fp32, so the two kernels share less of their rounding than two
         # that both round to bf16: each may be one bound from float64, so they may be two bounds apart.
-        bound = CALL_BOUND if right is oracle else 2 * CALL_BOUND
-        yield CallRow(engine=ENGINE.name, call=name, layer="layers.0", shape=shape, difference=apart, call_bound=bound)
+        share = 1 if right is oracle else 2
+        yield CallRow(
+            engine=ENGINE.name,
+            call=name,
+            layer="layers.0",
+            shape=shape,
+            difference=apart,
+            call_bound=share * CALL_BOUND,
+            row_bound=share * ROW_BOUND / 2,
+        )
 
 
 def _run(fixture: Any, mode: str) -> None:
