@@ -131,6 +131,8 @@ class TokenRow:
         ours: Tokens under kvbridge's.
         gaps: The engine's own distance, in nats, between its best and second best token at each position.
         logprob_gaps: Distance of the log-probabilities of the same token under both, up to the first that differs.
+        forced: The tokens are the best at each position of one given text, so that every position counts. Otherwise
+            each kernel goes on from its own tokens, and behind the first that differs the texts are others anyway.
     """
 
     request: str
@@ -138,29 +140,30 @@ class TokenRow:
     ours: Sequence[int]
     gaps: Sequence[float]
     logprob_gaps: Sequence[float] = ()
+    forced: bool = False
 
     @property
-    def first_difference(self) -> int | None:
-        """Position of the first token that differs; None where none does. Behind it the texts are others anyway."""
-        for index, (one, two) in enumerate(zip(self.theirs, self.ours, strict=True)):
-            if one != two:
-                return index
-        return None
+    def differences(self) -> tuple[int, ...]:
+        """Positions of tokens that differ and count."""
+        pairs = enumerate(zip(self.theirs, self.ours, strict=True))
+        found = tuple(index for index, (one, two) in pairs if one != two)
+        return found if self.forced else found[:1]
 
     @property
     def ok(self) -> bool:
-        """Equal, or different first at a near tie of the engine's own."""
-        at = self.first_difference
-        return at is None or self.gaps[at] <= NEAR_TIE_NATS
+        """Equal, or different only at near ties of the engine's own."""
+        return all(self.gaps[at] <= NEAR_TIE_NATS for at in self.differences)
 
     def document(self) -> dict[str, Any]:
         """For JSON."""
-        at = self.first_difference
+        at = self.differences
+        compared = len(self.theirs) if self.forced or not at else at[0] + 1
         return {
             "request": self.request,
             "tokens": len(self.theirs),
-            "equal_until": len(self.theirs) if at is None else at,
-            "gap_there": None if at is None else self.gaps[at],
+            "compared": compared,
+            "equal": compared - len(at),
+            "gap_there": max((self.gaps[index] for index in at), default=None),
             "largest_logprob_gap": max(self.logprob_gaps, default=0.0),
             "ok": self.ok,
         }

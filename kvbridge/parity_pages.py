@@ -16,7 +16,17 @@ Section = tuple[str, list[dict[str, Any]]]
 
 _COLUMNS = (
     *("name", "engine", "record", "pair", "call", "control", "request", "figure", "part", "layer", "pool", "calls"),
-    *("found", "tokens", "equal_until", "shape", "median_relative_rms", "relative_rms", "worst_row_rms", "max_abs"),
+    *(
+        "found",
+        "tokens",
+        "compared",
+        "equal",
+        "shape",
+        "median_relative_rms",
+        "relative_rms",
+        "worst_row_rms",
+        "max_abs",
+    ),
     *("call_bound", "page_rows", "payload_bytes", "page_stride_bytes", "offset_bytes", "gap_there", "ok"),
 )
 """Order of columns; others stand in the middle."""

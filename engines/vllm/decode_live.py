@@ -146,6 +146,21 @@ class LiveEngine:
         given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         return [_answer(result.outputs[0]) for result in self._llm.generate(given, sampling, use_tqdm=False)]
 
+    def score(self, prompt: Sequence[int]) -> Answer:
+        """The best token at each position of a prompt, given all before it."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=1, detokenize=False, prompt_logprobs=2)
+        (result,) = self._llm.generate([{"prompt_token_ids": list(prompt)}], sampling, use_tqdm=False)
+        best = [
+            sorted(((e.logprob, token) for token, e in at.items()), reverse=True) for at in result.prompt_logprobs[1:]
+        ]
+        return Answer(
+            tokens=tuple(entry[0][1] for entry in best),
+            logprobs=tuple(entry[0][0] for entry in best),
+            gaps=tuple(entry[0][0] - entry[1][0] for entry in best),
+        )
+
     @property
     def core(self) -> Any:
         """vLLM's EngineCore in this process."""

@@ -134,6 +134,6 @@ def _values(name: str, noise: Any) -> Any:
         return noise * (0.02 if matrix else 0.5)
     if matrix:
         # Logits near 1: the rounding of the hidden state to bf16 then moves them by less than the bound of a near tie.
-        gain = 3.0 if "wo_" in name else 0.2 if "experts" in name else 0.8 if "lm_head" in name else 1.5
+        gain = 3.0 if "wo_" in name else 0.2 if "experts" in name else 0.35 if "lm_head" in name else 1.5
         return noise * noise.shape[-1] ** -0.5 * gain
     return noise

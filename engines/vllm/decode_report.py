@@ -45,6 +45,7 @@ def report(engine: LiveEngine) -> ParityReport:
     ours = engine.generate(prompts, NEW_TOKENS)
     served = DECODER.calls - served
     tokens = [token_row(f"{len(p)} tokens", one, two) for p, one, two in zip(prompts, theirs, ours, strict=True)]
+    tokens += [scored(engine, prompt) for prompt in prompts[:2]]
     controls = [control(engine, name) for name in ALTERATIONS]
     times = measure_times(engine)
     backend = next(iter(DECODER.layers.values())).prepared.choice
@@ -89,6 +90,23 @@ def token_row(request: str, theirs: Answer, ours: Answer) -> TokenRow:
             break
         gaps.append(abs(theirs.logprobs[index] - ours.logprobs[index]))
     return TokenRow(request=request, theirs=theirs.tokens, ours=ours.tokens, gaps=theirs.gaps, logprob_gaps=tuple(gaps))
+
+
+def scored(engine: LiveEngine, prompt: list[int]) -> TokenRow:
+    """Compares the best tokens at each position of one text, where a difference does not change what follows."""
+    engine.observe(True)
+    theirs = engine.score(prompt)
+    engine.observe(False)
+    ours = engine.score(prompt)
+    same = zip(theirs.tokens, ours.tokens, theirs.logprobs, ours.logprobs, strict=True)
+    return TokenRow(
+        request=f"{len(prompt)} tokens, given",
+        theirs=theirs.tokens,
+        ours=ours.tokens,
+        gaps=theirs.gaps,
+        logprob_gaps=tuple(abs(first - second) for one, two, first, second in same if one == two),
+        forced=True,
+    )
 
 
 def without_extra(call: Call) -> Call:

@@ -68,7 +68,15 @@ def test_a_token_may_differ_only_at_a_near_tie_of_the_engines_own() -> None:
     assert token_row([1, 2, 3], [1.0, 1.0, 1.0]).ok
     assert token_row([1, 9, 9], [1.0, 1 / 16, 9.0]).ok
     assert not token_row([1, 9, 3], [0.0, 0.0626, 0.0]).ok
-    assert token_row([1, 9, 3], [0.0, 0.5, 0.0]).document()["equal_until"] == 1
+    document = token_row([1, 9, 3], [0.0, 0.5, 0.0]).document()
+    assert (document["compared"], document["equal"], document["gap_there"]) == (2, 1, 0.5)
+
+
+def test_of_a_given_text_every_position_counts() -> None:
+    row = TokenRow(request="one", theirs=[1, 2, 3], ours=[1, 9, 8], gaps=[1.0, 1 / 16, 0.5], forced=True)
+    assert row.differences == (1, 2)
+    assert not row.ok
+    assert (row.document()["compared"], row.document()["equal"], row.document()["gap_there"]) == (3, 1, 0.5)
 
 
 def test_a_control_must_be_found_in_every_call() -> None:
