@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 
 
@@ -41,9 +42,14 @@ class EntryPoint:
 
 def find_entry_points(group: str) -> tuple[EntryPoint, ...]:
     """Entry points of a group, in the order of `sys.path`; the first distribution of a name hides later ones."""
+    return _search(group, tuple(dict.fromkeys(sys.path)))
+
+
+@cache
+def _search(group: str, paths: tuple[str, ...]) -> tuple[EntryPoint, ...]:
     found: list[EntryPoint] = []
     seen: set[str] = set()
-    for path in dict.fromkeys(sys.path):
+    for path in paths:
         folder = path or os.curdir
         try:
             with os.scandir(folder) as entries:

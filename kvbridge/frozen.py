@@ -10,7 +10,8 @@ to answer at once. So planners, whose values this package computed, use `built`;
 from __future__ import annotations
 
 from enum import Enum, EnumType
-from typing import Any, Self, cast
+from functools import cache
+from typing import Any, NamedTuple, Self, cast
 
 from pydantic import BaseModel, ConfigDict
 
@@ -30,17 +31,17 @@ class Frozen(BaseModel):
         Raises:
             TypeError: A field is unknown or missing, a number is no integer, or a choice is a bare text.
         """
-        known = cls.model_fields
+        shape = _shape_of(cls)
         for name, value in fields.items():
-            if name not in known:
-                raise TypeError(f"{cls.__name__}.{name}: got an unknown field, expected one of {sorted(known)}")
+            if name not in shape.kinds:
+                raise TypeError(f"{cls.__name__}.{name}: got an unknown field, expected one of {sorted(shape.kinds)}")
             if isinstance(value, float | bool):
                 raise TypeError(f"{cls.__name__}.{name}: got {value!r}, expected an integer")
-            kind = known[name].annotation
-            if isinstance(kind, EnumType) and not isinstance(value, kind):
+            kind = shape.kinds[name]
+            if kind is not None and not isinstance(value, kind):
                 raise TypeError(f"{cls.__name__}.{name}: got {value!r}, expected a {kind.__name__}")
-        for name, field in known.items():
-            if name not in fields and field.is_required():
+        for name in shape.required:
+            if name not in fields:
                 raise TypeError(f"{cls.__name__}.{name}: got nothing, expected a value")
         made = cast("Self", cls.model_construct(**fields))
         made._require_invariants()
@@ -52,6 +53,22 @@ class Frozen(BaseModel):
     def as_json(self) -> dict[str, Any]:
         """All fields as JSON values, as `model_dump(mode="json")` gives them, without compiling a serialiser."""
         return {name: _as_json(getattr(self, name)) for name in type(self).model_fields}
+
+
+class _Shape(NamedTuple):
+    """What `built` checks of a class: each field's enum, or None, and the fields without a default."""
+
+    kinds: dict[str, type[Any] | None]
+    required: tuple[str, ...]
+
+
+@cache
+def _shape_of(cls: type[Frozen]) -> _Shape:
+    fields = cls.model_fields
+    kinds = {
+        name: field.annotation if isinstance(field.annotation, EnumType) else None for name, field in fields.items()
+    }
+    return _Shape(kinds, tuple(name for name, field in fields.items() if field.is_required()))
 
 
 def _as_json(value: Any) -> Any:

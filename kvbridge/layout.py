@@ -10,7 +10,7 @@ always consistent. Alignment is data, not an engine's name: 37,376 may be exact,
 576-aligned.
 """
 
-from __future__ import annotations
+# Annotations are evaluated here and now: pydantic would compile each of them from text, at every start.
 
 from collections.abc import Iterator
 from enum import StrEnum

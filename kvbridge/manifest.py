@@ -7,7 +7,7 @@ Stored derived figures (tail_pad_bytes, foreign_bytes, waste_bytes) are for read
 are checked against the fields they follow from (`documents.py`). A `Manifest` holds only consistent pools.
 """
 
-from __future__ import annotations
+# Annotations are evaluated here and now: pydantic would compile each of them from text, at every start.
 
 import json
 from collections.abc import Iterable
