@@ -16,7 +16,14 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 
 
-class _AfterImport(importlib.abc.MetaPathFinder):
+class AfterImport(importlib.abc.MetaPathFinder):
+    """Waits for one module.
+
+    Attributes:
+        name: Full name of the module.
+        callback: What gets it.
+    """
+
     def __init__(self, name: str, callback: Callable[[ModuleType], None]) -> None:
         self.name = name
         self.callback = callback
@@ -24,6 +31,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        """Finds the module as others would, and has its loader call back."""
         if fullname != self.name or self not in sys.meta_path:
             return None
         sys.meta_path.remove(self)  # so that the search below goes past this finder, and the callback runs once
@@ -53,7 +61,7 @@ def after_import(name: str, callback: Callable[[ModuleType], None]) -> Callable[
     if name in sys.modules:
         callback(sys.modules[name])
         return lambda: None
-    finder = _AfterImport(name, callback)
+    finder = AfterImport(name, callback)
     sys.meta_path.insert(0, finder)
 
     def forget() -> None:

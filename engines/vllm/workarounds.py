@@ -9,14 +9,13 @@ tests' environment applies the patches in processes that kvbridge does not start
 from __future__ import annotations
 
 import collections
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import os
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from kvbridge.engines.vllm.after_import import after_import
 
 RELEASE = "0.32.0"
 """The release these are for; a newer one is run without them."""
@@ -92,31 +91,6 @@ WORKAROUNDS = (
 )
 
 
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a patch right after its module has run."""
-
-    def __init__(self, patches: dict[str, Callable[[types.ModuleType], None]]) -> None:
-        self.patches = patches
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        patch = self.patches.pop(fullname, None)
-        if patch is None:
-            return None
-        spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return spec
-        run_module = spec.loader.exec_module
-
-        def exec_module(module: types.ModuleType) -> None:
-            run_module(module)
-            patch(module)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
 def apply(version: str) -> tuple[str, ...]:
     """Applies the work-arounds of a release, before vLLM is imported.
 
@@ -139,11 +113,6 @@ def apply(version: str) -> tuple[str, ...]:
 
 def patch_after_import() -> None:
     """Applies the patches alone: at once where their module is loaded, else right after its import."""
-    patches: dict[str, Callable[[types.ModuleType], None]] = {}
     for entry in WORKAROUNDS:
         if entry.patch is not None:
-            if entry.module in sys.modules:
-                entry.patch(sys.modules[entry.module])
-            else:
-                patches[entry.module] = entry.patch
-    sys.meta_path.insert(0, _AfterImport(patches))
+            after_import(entry.module, entry.patch)

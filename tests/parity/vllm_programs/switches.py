@@ -39,6 +39,7 @@ def owners() -> dict[str, str]:
     """Whose object stands behind every name that the plugin may replace: the module that defined it."""
     import torch
 
+    from kvbridge.engines.vllm.after_import import AfterImport
     from kvbridge.engines.vllm.decode_switch import PATCHED
 
     found = {}
@@ -48,8 +49,8 @@ def owners() -> dict[str, str]:
         if value is not None:
             found[f"{module}.{name}"] = getattr(value, "__module__", None) or type(value).__module__
     # The work-arounds of the tests' environment wait for imports as well; they are no part of the plugin.
-    waiting = {type(finder).__module__ for finder in sys.meta_path} - {"kvbridge.engines.vllm.workarounds"}
-    found["sys.meta_path"] = ", ".join(sorted(module for module in waiting if "kvbridge" in module))
+    waiting = {finder.callback.__module__ for finder in sys.meta_path if isinstance(finder, AfterImport)}
+    found["sys.meta_path"] = ", ".join(sorted(waiting - {"kvbridge.engines.vllm.workarounds"}))
     return found
 
 
