@@ -19,7 +19,10 @@ from kvbridge.codec import dequantise, gather_rows
 from kvbridge.records import ScaleRule, get_record
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvbridge.kernels.arguments import Call, CallCache
+    from kvbridge.kernels.backends import Runner
     from kvbridge.kernels.caches import LseFormat
     from kvbridge.kernels.plan import Plan
 
@@ -90,10 +93,17 @@ def format_lse(lse: torch.Tensor, sink: torch.Tensor | None, form: LseFormat) ->
     return joined / math.log(2) if form.base == "2" else joined
 
 
-class ReferenceBackend:
-    """The reference as a backend, for comparisons; slow."""
+class EagerBackend:
+    """A backend of torch operations: serves every plan on every device, has nothing to prepare and no workspace.
 
-    name = "reference"
+    Attributes:
+        name: Name among the backends.
+        runner: Makes a runner from a checked call.
+    """
+
+    def __init__(self, name: str, runner: Callable[[Call], Runner]) -> None:
+        self.name = name
+        self.runner = runner
 
     def missing(self, device_type: str) -> str | None:
         """Runs everywhere."""
@@ -104,15 +114,15 @@ class ReferenceBackend:
         return None
 
     def workspace_bytes(self, plan: Plan, device: torch.device) -> int:
-        """Needs none."""
+        """Needs none; torch allocates."""
         return 0
 
     def prepare(self, plan: Plan, device: torch.device) -> None:
         """Nothing to prepare."""
 
-    def bind(self, prepared: object, call: Call, workspace: torch.Tensor | None) -> ReferenceRunner:
-        """Keeps the call."""
-        return ReferenceRunner(call)
+    def bind(self, prepared: object, call: Call, workspace: torch.Tensor | None) -> Runner:
+        """Makes a runner for a checked call."""
+        return self.runner(call)
 
 
 class ReferenceRunner:
@@ -134,4 +144,4 @@ class ReferenceRunner:
             call.lse[:, : call.heads].copy_(format_lse(lse, call.sink, call.lse_format))
 
 
-BACKEND = ReferenceBackend()
+BACKEND = EagerBackend("reference", ReferenceRunner)

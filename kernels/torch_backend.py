@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvbridge.kernels.reference import format_lse
+from kvbridge.kernels.reference import EagerBackend, format_lse
 from kvbridge.kernels.torch_decode import RowDecoder
 
 if TYPE_CHECKING:
     from kvbridge.kernels.arguments import Call, CallCache
-    from kvbridge.kernels.plan import Plan
 
 CHUNK_ROWS = 2048
 """Rows decoded together: their fp32 keys (4 MB) stay in the cache between decoding and both products."""
@@ -30,31 +29,6 @@ CHUNK_ROWS = 2048
 
 _MODERATE_SCORE = 32.0
 """Scores up to here may carry a relative error of 2**-16: their weights are then off by less than 5e-4."""
-
-
-class TorchBackend:
-    """Serves every plan on every device."""
-
-    name = "torch"
-
-    def missing(self, device_type: str) -> str | None:
-        """Runs everywhere."""
-        return None
-
-    def unsupported(self, plan: Plan) -> str | None:
-        """Serves every plan."""
-        return None
-
-    def workspace_bytes(self, plan: Plan, device: torch.device) -> int:
-        """Needs none; it allocates."""
-        return 0
-
-    def prepare(self, plan: Plan, device: torch.device) -> None:
-        """Nothing to prepare."""
-
-    def bind(self, prepared: object, call: Call, workspace: torch.Tensor | None) -> TorchRunner:
-        """Looks up where the fields of each cache lie."""
-        return TorchRunner(call)
 
 
 class TorchRunner:
@@ -225,4 +199,4 @@ def _rows(
     return tensor[torch.where(inside, sequences, 0)], inside
 
 
-BACKEND = TorchBackend()
+BACKEND = EagerBackend("torch", TorchRunner)
