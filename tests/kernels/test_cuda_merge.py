@@ -32,16 +32,7 @@ WAYS = {
 def answer(emulator: simt.Emulator, case: Case) -> tuple[torch.Tensor, torch.Tensor, int]:
     scenario = build(case, seed=7)
     prepared = emulator.prepared(scenario.plan)
-    bound = mla.bind(
-        prepared,
-        q=scenario.q,
-        caches=scenario.caches,
-        out=scenario.out,
-        scale=scenario.scale,
-        sink=scenario.sink,
-        lse=scenario.lse,
-        lse_format=scenario.lse_format,
-    )
+    bound = simt.bind(prepared, scenario)
     bound.run()
     judgement = judge(scenario)
     assert not judgement.failures, judgement

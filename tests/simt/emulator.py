@@ -210,9 +210,9 @@ class EmulatedRunner:
             assert not counters.any(), "counters did not return to zero"
 
 
-def run(prepared: mla.Prepared, scenario: Scenario) -> None:
-    """Runs a scenario of the conformance kit."""
-    mla.run(
+def bind(prepared: mla.Prepared, scenario: Scenario) -> mla.Bound:
+    """Binds a scenario of the conformance kit."""
+    return mla.bind(
         prepared,
         q=scenario.q,
         caches=scenario.caches,
@@ -223,6 +223,11 @@ def run(prepared: mla.Prepared, scenario: Scenario) -> None:
         lse_format=scenario.lse_format,
         sequence_of_query=scenario.sequence_of_query,
     )
+
+
+def run(prepared: mla.Prepared, scenario: Scenario) -> None:
+    """Runs a scenario of the conformance kit."""
+    bind(prepared, scenario).run()
 
 
 def target(emulator: Emulator, *, name: str = "") -> Target:

@@ -19,7 +19,7 @@ from kvbridge.kernels.cuda_arguments import Switches
 from kvbridge.layout import PageLayout
 from kvbridge.records import get_record
 from kvbridge.view import PageView
-from tests.simt.emulator import EmulatedRunner, EmulationError, Emulator, Patch, run, target, with_options
+from tests.simt.emulator import EmulatedRunner, EmulationError, Emulator, Patch, bind, run, target, with_options
 
 SEPARATE = Switches(fused_merge=False)
 PLAIN = Switches(fused_merge=False, pipelined=False)
@@ -77,15 +77,7 @@ def test_replay_with_other_lengths_and_slots_is_as_good_as_a_fresh_call() -> Non
     case = replace(SPLIT_CASE, lengths="full", queries=3)
     scenario = build(case, seed=5)
     prepared = emulator.prepared(scenario.plan)
-    bound = mla.bind(
-        prepared,
-        q=scenario.q,
-        caches=scenario.caches,
-        out=scenario.out,
-        scale=scenario.scale,
-        sink=scenario.sink,
-        lse=scenario.lse,
-    )
+    bound = bind(prepared, scenario)
     bound.run()
     (cache,) = scenario.caches
     assert cache.lengths is not None
