@@ -1,8 +1,7 @@
 // The AMX path (bf16 tiles). With KVB_AMX_EMULATE the same text runs on emulated tiles, for tests without the hardware.
 #define LANES 16
 #define KVB_INTERLEAVED
-#include "products_amx.h"
-#include "path_bf16.h"
+#include "path_amx.h"
 
 #ifdef KVB_AMX_EMULATE
 KVB_HIDDEN extern const Path kvb_path_amx_emulated;

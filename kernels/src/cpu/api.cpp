@@ -125,7 +125,7 @@ Item item_of(const Job* job, int64_t query, int32_t group, int32_t split) {
   if (c.splits > 1)
     partial = aligned_workspace(job->call) + (query * c.groups + group) * c.splits * partial_floats(c.group_heads) +
               split * partial_floats(padded);
-  return {query, head0, heads, padded, split, c.splits, partial, nullptr};
+  return {query, head0, heads, padded, split, c.splits, partial, nullptr, false};
 }
 
 bool take(Job* job, Item* item) {
@@ -155,6 +155,7 @@ void work(void* context) {
     Item* next = &items[held ^ 1];
     if (takes_ahead) {
       more = take(job, next);
+      next->resumed = more;
       item->next = more ? next : nullptr;
       job->path->run_item(job->call, item, scratch);
     } else {

@@ -1,7 +1,6 @@
 // The AVX-512 path with bf16 products (needs byte permutes too: AVX512_VBMI).
 #define LANES 16
 #define KVB_INTERLEAVED
-#include "products_avx512.h"
 #include "path_bf16.h"
 
 KVB_HIDDEN extern const Path kvb_path_avx512_bf16;

@@ -17,6 +17,7 @@ struct Item {
   int32_t split, splits;  // which share of the live slots
   float* partial;         // null: write the output; else where the partial result goes
   const Item* next;       // what this thread does afterwards, if known: its rows are fetched meanwhile
+  bool resumed;           // the item that this thread did before named this one as its next
 };
 
 struct Path {

@@ -1,28 +1,14 @@
-// The bf16 path: blocks of dequantised rows, softmax, bookkeeping. The two matrix products come from the header that
-// the translation unit includes first (products_avx512.h or products_amx.h).
+// The AVX-512 path with bf16 products: blocks of dequantised rows, softmax, bookkeeping (products: products_avx512.h).
 //
 //   queries [heads / 16][d_qk / 2][16][2]   packed once: heads in lanes, two values of d side by side
 //   scores  [BLOCK_ROWS][heads] fp32         = keys . queries
 //   weights [BLOCK_ROWS / 2][heads][2] bf16  two rows side by side
 //   sums    [d_v / 16][heads][16] fp32       = sums * correction + weights^T . values
 #pragma once
+#include "products_avx512.h"
 #include "pairs.h"
 
 namespace {
-
-inline void pack_queries(const kvb_call* call, const Item* item, bf16* packed) {
-  const bf16* q = static_cast<const bf16*>(call->q) + item->query * call->q_query_stride;
-  for (int32_t h0 = 0; h0 < item->padded; h0 += 16)
-    for (int32_t d = 0; d < call->d_qk; d += 32) {
-      __m512i rows[16];
-      for (int32_t i = 0; i < 16; i++)
-        rows[i] = h0 + i < item->heads ? _mm512_loadu_si512(q + (item->head0 + h0 + i) * call->q_head_stride + d)
-                                       : _mm512_setzero_si512();
-      transpose(rows);
-      bf16* out = packed + static_cast<int64_t>(h0) * call->d_qk + d * 16;
-      for (int32_t i = 0; i < 16; i++) _mm512_store_si512(out + 32 * i, rows[i]);
-    }
-}
 
 inline void pack_few_queries(const kvb_call* call, const Item* item, bf16* packed) {
   const bf16* q = static_cast<const bf16*>(call->q) + item->query * call->q_query_stride;
@@ -32,47 +18,30 @@ inline void pack_few_queries(const kvb_call* call, const Item* item, bf16* packe
                                                  : _mm512_setzero_si512());
 }
 
-// Turns scores into weights, column by column, and says by how much older sums shrink. Weights are rounded to bf16;
-// their own sum normalises the output, the fp32 sum gives the LSE.
+// Turns scores into weights, column by column, and says by how much older sums shrink.
 inline void soften(const Buffers& b, int32_t rows, int32_t padded, float scale2, bool first) {
-  const __m512i pairs = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
-                                         5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-  const __m512bh ones = reinterpret_cast<__m512bh>(_mm512_set1_epi16(0x3f80));
   for (int32_t h = 0; h < padded; h += 16) {
     const float* scores = b.scores + h;
-    const vfloat old = load(b.state.maxima + h);
-    vfloat top = old, other = old;
+    const auto score = [&](int32_t n) { return load(scores + n * padded) * scale2; };
+    vfloat top = load(b.state.maxima + h), other = top;
     int32_t n = 0;
     for (; n + 1 < rows; n += 2) {
-      top = larger(top, load(scores + n * padded) * scale2);
-      other = larger(other, load(scores + (n + 1) * padded) * scale2);
+      top = larger(top, score(n));
+      other = larger(other, score(n + 1));
     }
-    if (n < rows) top = larger(top, load(scores + n * padded) * scale2);
+    if (n < rows) top = larger(top, score(n));
     top = larger(top, other);
-    const vfloat base = top == -INFINITY ? vfloat{} : top;
-    const vfloat correction = first ? vfloat{} : exp2_lanes(old - base);
-    vfloat exact = first ? vfloat{} : load(b.state.exact + h) * correction;
-    __m512 rounded = reinterpret_cast<__m512>(first ? vfloat{} : load(b.state.rounded + h) * correction);
-    for (n = 0; n < rows; n += 2) {
-      const vfloat even = exp2_lanes(load(scores + n * padded) * scale2 - base);
-      const vfloat odd = n + 1 < rows ? exp2_lanes(load(scores + (n + 1) * padded) * scale2 - base) : vfloat{};
-      exact += even + odd;
-      const __m512i both =
-          reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(odd), reinterpret_cast<__m512>(even)));
-      const __m512i packed = _mm512_permutexvar_epi16(pairs, both);
-      rounded = _mm512_dpbf16_ps(rounded, ones, reinterpret_cast<__m512bh>(packed));
-      _mm512_store_si512(b.weights + (static_cast<int64_t>(n / 2) * padded + h) * 2, packed);
-    }
-    store(b.state.maxima + h, top);
-    store(b.state.exact + h, exact);
-    store(b.state.rounded + h, reinterpret_cast<vfloat>(rounded));
-    store(b.corrections + h, correction);
+    Softmax softmax = begin_weights(b.state, h, top, first);
+    for (n = 0; n < rows; n += 2)
+      _mm512_store_si512(b.weights + (static_cast<int64_t>(n / 2) * padded + h) * 2,
+                         weigh(softmax, score(n), n + 1 < rows ? score(n + 1) : splat(-INFINITY)));
+    end_weights(b.state, h, top, softmax, b.corrections);
   }
 }
 
 inline int64_t buffer_bytes(int64_t padded, int64_t depth) {
   return 2 * (padded * depth + KEY_CHUNK / 32 * depth + BLOCK_ROWS * KVB_DV) + 4 * BLOCK_ROWS * padded +
-         2 * EXTRA_WEIGHTS * BLOCK_ROWS * padded + 64 + 4 * padded + 4 * partial_floats(padded);
+         2 * BLOCK_ROWS * padded + 64 + 4 * padded + 4 * partial_floats(padded);
 }
 
 int64_t scratch_bytes(const kvb_call* call, int32_t padded) { return buffer_bytes(padded, call->d_qk); }
@@ -88,7 +57,7 @@ void run_item(const kvb_call* call, const Item* item, void* scratch) {
   b.values = at;
   at += BLOCK_ROWS * KVB_DV;
   b.weights = at;
-  at += EXTRA_WEIGHTS * BLOCK_ROWS * padded;
+  at += BLOCK_ROWS * padded;
   float* wide = reinterpret_cast<float*>(at);
   b.scores = wide;
   wide += BLOCK_ROWS * padded;
@@ -105,13 +74,10 @@ void run_item(const kvb_call* call, const Item* item, void* scratch) {
     b.few = call->heads <= FEW_HEADS;
     if (b.few) pack_few_queries(call, item, b.queries);
     else pack_queries(call, item, b.queries);
-    Shapes shapes;
-    products_begin(shapes);
     const float scale2 = call->scale * LOG2_E;
-    const int32_t step = row_step(item->padded);
     for (int32_t block = 0; count > 0; block++) {
       const Row* now = rows[block & 1];
-      const int32_t padded_rows = (count + step - 1) / step * step;
+      const int32_t padded_rows = (count + ROW_STEP - 1) / ROW_STEP * ROW_STEP;
       load_block(b, now, count, padded_rows, call->d_qk, padded);
       Row* coming = rows[(block + 1) & 1];
       const int32_t count_next = walk.next(coming, BLOCK_ROWS);
@@ -122,7 +88,6 @@ void run_item(const kvb_call* call, const Item* item, void* scratch) {
       value_block(b, count, item, block == 0, ahead);
       count = count_next;
     }
-    products_end(shapes);
   }
   if (!item->partial) finish(call, item, b.state, 0, item->heads);
 }

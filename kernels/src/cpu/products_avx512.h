@@ -1,15 +1,12 @@
 // Both matrix products with vdpbf16ps: 24 accumulators, every operand read once from where decoding put it.
 #pragma once
-#include "finish.h"
-#include "decode_bf16.h"
+#include "pack_bf16.h"
 
 namespace {
 
 constexpr int32_t BLOCK_ROWS = 96;
 constexpr int64_t KEY_CHUNK = BLOCK_ROWS * 32;
 constexpr int32_t ROW_STEP = 4;
-inline int32_t row_step(int32_t) { return ROW_STEP; }
-constexpr int32_t EXTRA_WEIGHTS = 1;
 constexpr int32_t FEW_HEADS = 8;
 
 struct Buffers {
@@ -148,10 +145,5 @@ inline void value_block(const Buffers& b, int32_t rows, const Item* item, bool f
   if (item->heads == 8) value_strips<8, 2>(b, rows, item, first, ahead);
   else value_strips<6, 4>(b, rows, item, first, ahead);
 }
-
-struct Shapes {};
-
-inline void products_begin(Shapes&) {}
-inline void products_end(const Shapes&) {}
 
 }  // namespace

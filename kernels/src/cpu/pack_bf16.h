@@ -1,0 +1,60 @@
+// What both bf16 paths share besides decoding: queries packed for a product, weights made from scores.
+#pragma once
+#include "finish.h"
+#include "decode_bf16.h"
+
+namespace {
+
+// [heads / 16][d_qk / 2][16][2]: heads in lanes, two values of d side by side.
+inline void pack_queries(const kvb_call* call, const Item* item, bf16* packed) {
+  const bf16* q = static_cast<const bf16*>(call->q) + item->query * call->q_query_stride;
+  for (int32_t h0 = 0; h0 < item->padded; h0 += 16)
+    for (int32_t d = 0; d < call->d_qk; d += 32) {
+      __m512i rows[16];
+      for (int32_t i = 0; i < 16; i++)
+        rows[i] = h0 + i < item->heads ? _mm512_loadu_si512(q + (item->head0 + h0 + i) * call->q_head_stride + d)
+                                       : _mm512_setzero_si512();
+      transpose(rows);
+      bf16* out = packed + static_cast<int64_t>(h0) * call->d_qk + d * 16;
+      for (int32_t i = 0; i < 16; i++) _mm512_store_si512(out + 32 * i, rows[i]);
+    }
+}
+
+// The weights of 16 heads: their running maximum and sums, and what is needed to turn a score into a weight.
+struct Softmax {
+  vfloat base, correction, exact;
+  __m512 rounded;
+};
+
+// `top` is the new maximum; the state still holds the old one.
+inline Softmax begin_weights(const State& state, int32_t h, vfloat top, bool first) {
+  const vfloat base = top == -INFINITY ? vfloat{} : top;
+  const vfloat correction = first ? vfloat{} : exp2_lanes(load(state.maxima + h) - base);
+  return {base, correction, first ? vfloat{} : load(state.exact + h) * correction,
+          reinterpret_cast<__m512>(first ? vfloat{} : load(state.rounded + h) * correction)};
+}
+
+// Two rows' weights side by side in bf16, from scores in base 2. The rounded weights' own sum normalises the output,
+// the fp32 sum gives the LSE.
+inline __m512i weigh(Softmax& s, vfloat even, vfloat odd) {
+  const __m512i pairs = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                         5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  const __m512bh ones = reinterpret_cast<__m512bh>(_mm512_set1_epi16(0x3f80));
+  even = exp2_lanes(even - s.base);
+  odd = exp2_lanes(odd - s.base);
+  s.exact += even + odd;
+  const __m512i both =
+      reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(odd), reinterpret_cast<__m512>(even)));
+  const __m512i packed = _mm512_permutexvar_epi16(pairs, both);
+  s.rounded = _mm512_dpbf16_ps(s.rounded, ones, reinterpret_cast<__m512bh>(packed));
+  return packed;
+}
+
+inline void end_weights(const State& state, int32_t h, vfloat top, const Softmax& s, float* corrections) {
+  store(state.maxima + h, top);
+  store(state.exact + h, s.exact);
+  store(state.rounded + h, reinterpret_cast<vfloat>(s.rounded));
+  store(corrections + h, s.correction);
+}
+
+}  // namespace
