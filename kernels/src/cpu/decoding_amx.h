@@ -27,25 +27,48 @@ struct Chunk {
 // What the pieces behind one group of tile instructions are: nothing, units of codes, or units whose last is bf16.
 enum Filling { NOTHING, CODES, TAIL };
 
+// Rows of a tensor that is read soon after: a few at a time come into the cache.
+struct Lines {
+  const char* at;
+  int64_t stride_bytes;
+  int32_t rows, row_bytes;
+
+  void fetch(int32_t some) {
+    for (; some > 0 && rows > 0; some--, rows--, at += stride_bytes)
+      for (int32_t i = 0; i < row_bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+  }
+};
+
+// What comes from memory while a chunk is decoded.
+struct Fetches {
+  Ahead rows;
+  Lines queries;  // of the next item
+
+  void for_pair(int32_t heads) {
+    rows.fetch(2);
+    queries.fetch(heads > 64 ? 2 : 1);
+  }
+};
+
 struct Decoding {
   const Row* rows;    // of the chunk's next pair
   int32_t rows_left;  // live ones; fewer than 2 for pairs left: the others become zeros
-  int32_t pairs_left, units_left, depth;
+  int32_t pairs_left, units_left, depth, heads;
   bool tail, spoiled;        // of this pair: its last unit is bf16, and one of its units held a NaN code
   const uint8_t *a, *b;      // where the next unit of this pair is read
   const int32_t* exponents;  // 16 for a, 16 for b
   bf16 *keys, *values;       // and written
   int32_t pair;
   bf16 *chunk_keys, *chunk_values;
-  Ahead ahead;
+  Fetches* fetches;
   alignas(64) int32_t scales[2][16];
 
   int32_t left() const { return pairs_left * (depth / 64) + units_left; }
 };
 
-// `keys` and `values` take the chunk's rows; those of `after` are fetched from memory meanwhile.
+// `keys` and `values` take the chunk's rows.
 inline void begin_decoding(Decoding& d, const Chunk& chunk, bf16* keys, bf16* values, int32_t depth,
-                           const Chunk& after) {
+                           Fetches* fetches) {
   d.rows = chunk.rows;
   d.rows_left = chunk.count;
   d.pairs_left = chunk.count > 0 ? PAIRS : 0;
@@ -54,7 +77,7 @@ inline void begin_decoding(Decoding& d, const Chunk& chunk, bf16* keys, bf16* va
   d.spoiled = false;
   d.chunk_keys = keys;
   d.chunk_values = values;
-  d.ahead = {after.rows, after.count, 0};
+  d.fetches = fetches;
 }
 
 // exponents[i]: 128 * (scale - 7) of the 32 values i, twice in a word. False where a scale is out of the plain range.
@@ -107,7 +130,7 @@ inline bf16* pair_values(const Decoding& d) { return d.chunk_values + d.pair * 3
 // True when the next pair goes through units; else it is done, if there was one.
 __attribute__((noinline)) bool begin_pair(Decoding& d) {
   if (d.pairs_left == 0) return false;
-  d.ahead.fetch(2);
+  if (d.fetches) d.fetches->for_pair(d.heads);
   if (!is_common_pair(d)) {
     decode_pair(d, pair_keys(d), pair_values(d));
     end_pair(d);
@@ -247,7 +270,6 @@ inline void decode_rest(Decoding& d) {
     else decode_pieces<TAIL, 1, 0, PIECES>(d, u);
     end_units(d, 1);
   }
-  d.ahead.fetch(CHUNK_ROWS);
 }
 
 }  // namespace

@@ -56,51 +56,65 @@ inline float log_sum(const kvb_call* call, float maximum, float exact, float sin
   return static_cast<float>(call->flags & KVB_LSE_BASE2 ? lse / LN_2 : lse);
 }
 
+#ifdef KVB_INTERLEAVED
+// V was interleaved inside 128-bit lanes: a holds values 8j..8j+3 of 32, b holds 8j+4..8j+7.
+inline void put_in_order(vfloat& a, vfloat& b) {
+  const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512 x = reinterpret_cast<__m512>(a), y = reinterpret_cast<__m512>(b);
+  a = reinterpret_cast<vfloat>(_mm512_permutex2var_ps(x, first, y));
+  b = reinterpret_cast<vfloat>(_mm512_permutex2var_ps(x, _mm512_add_epi32(first, _mm512_set1_epi32(8)), y));
+}
+#else
+inline void put_in_order(vfloat&, vfloat&) {}
+#endif
+
+// Values d..d+2*LANES-1 of one head.
+inline void store_values(const kvb_call* call, int64_t query, int32_t head, int32_t d, vfloat a, vfloat b) {
+  const int64_t at = query * call->out_query_stride + head * call->out_head_stride + d;
+  put_in_order(a, b);
+  if (call->out_type == KVB_OUT_FP32) {
+    store(static_cast<float*>(call->out) + at, a);
+    store(static_cast<float*>(call->out) + at + LANES, b);
+  } else {
+#ifdef __AVX512BF16__
+    const __m512bh both = _mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(b), reinterpret_cast<__m512>(a));
+    _mm512_storeu_si512(static_cast<uint16_t*>(call->out) + at, reinterpret_cast<__m512i>(both));
+#else
+    store_bf16(static_cast<uint16_t*>(call->out) + at, round_to_bf16_bits(reinterpret_cast<vint>(a)));
+    store_bf16(static_cast<uint16_t*>(call->out) + at + LANES, round_to_bf16_bits(reinterpret_cast<vint>(b)));
+#endif
+  }
+}
+
 inline void store_head(const kvb_call* call, int64_t query, int32_t head, const float* sums, int64_t padded,
                        float factor, bool empty) {
-  const int64_t at = query * call->out_query_stride + head * call->out_head_stride;
-  const bool wide = call->out_type == KVB_OUT_FP32;
-  float* out32 = static_cast<float*>(call->out) + (wide ? at : 0);
-  uint16_t* out16 = static_cast<uint16_t*>(call->out) + (wide ? 0 : at);
   for (int32_t d = 0; d < KVB_DV; d += 2 * LANES) {
-    vfloat a = {}, b = {};
-    if (!empty) {
-      a = load(sums + d * padded) * factor;
-      b = load(sums + d * padded + padded * LANES) * factor;
-#ifdef KVB_INTERLEAVED
-      // V was interleaved inside 128-bit lanes: a holds values 8j..8j+3 of these 32, b holds 8j+4..8j+7.
-      const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-      const vfloat low = reinterpret_cast<vfloat>(
-          _mm512_permutex2var_ps(reinterpret_cast<__m512>(a), first, reinterpret_cast<__m512>(b)));
-      b = reinterpret_cast<vfloat>(_mm512_permutex2var_ps(
-          reinterpret_cast<__m512>(a), _mm512_add_epi32(first, _mm512_set1_epi32(8)), reinterpret_cast<__m512>(b)));
-      a = low;
-#endif
-    }
-    if (wide) {
-      store(out32 + d, a);
-      store(out32 + d + LANES, b);
-    } else {
-      store_bf16(out16 + d, round_to_bf16_bits(reinterpret_cast<vint>(a)));
-      store_bf16(out16 + d + LANES, round_to_bf16_bits(reinterpret_cast<vint>(b)));
-    }
+    const float* at = sums + d * padded;
+    store_values(call, query, head, d, empty ? vfloat{} : load(at) * factor,
+                 empty ? vfloat{} : load(at + padded * LANES) * factor);
   }
+}
+
+// What turns the sums of LANES heads from h0 on into outputs; writes their LSE where it is asked for.
+inline void finish_heads(const kvb_call* call, const Item* item, const State& state, int32_t h0, float* factors) {
+  float sinks[LANES];
+  for (int32_t i = 0; i < LANES; i++)
+    sinks[i] = call->sink && h0 + i < item->heads ? call->sink[item->head0 + h0 + i] : -INFINITY;
+  store(factors, normaliser(load(state.maxima + h0), load(state.rounded + h0), load(sinks)));
+  if (!call->lse) return;
+  float* lse = call->lse + item->query * call->lse_query_stride + (item->head0 + h0) * call->lse_head_stride;
+  for (int32_t i = 0; i < LANES && h0 + i < item->heads; i++)
+    lse[i * call->lse_head_stride] = log_sum(call, state.maxima[h0 + i], state.exact[h0 + i], sinks[i]);
 }
 
 // Writes outputs and LSE of heads first..first+count-1 of a group; first is a multiple of LANES.
 inline void finish(const kvb_call* call, const Item* item, const State& state, int32_t first, int32_t count) {
   for (int32_t h0 = first; h0 < first + count; h0 += LANES) {
-    float sinks[LANES], factors[LANES];
-    for (int32_t i = 0; i < LANES; i++)
-      sinks[i] = call->sink && h0 + i < item->heads ? call->sink[item->head0 + h0 + i] : -INFINITY;
-    store(factors, normaliser(load(state.maxima + h0), load(state.rounded + h0), load(sinks)));
-    for (int32_t i = 0; i < LANES && h0 + i < item->heads; i++) {
-      const int32_t h = h0 + i, head = item->head0 + h;
-      store_head(call, item->query, head, state.sums + h * LANES, item->padded, factors[i], state.exact[h] == -1.0f);
-      if (call->lse)
-        call->lse[item->query * call->lse_query_stride + head * call->lse_head_stride] =
-            log_sum(call, state.maxima[h], state.exact[h], sinks[i]);
-    }
+    float factors[LANES];
+    finish_heads(call, item, state, h0, factors);
+    for (int32_t h = h0; h < h0 + LANES && h < item->heads; h++)
+      store_head(call, item->query, item->head0 + h, state.sums + h * LANES, item->padded, factors[h - h0],
+                 state.exact[h] == -1.0f);
   }
 }
 

@@ -24,13 +24,14 @@ struct Pending {
   State state;
   const bf16* values;
   int32_t chunks, columns_left;
-  bool first, last;  // of its item
+  bool first;   // of its item: there are no sums yet
+  bool writes;  // the last: what comes out are outputs
 };
 
 struct Stream {
   const kvb_call* call;
   bf16 *queries, *keys[2], *values[2], *weights;
-  float *scores, *corrections, *own_state;
+  float *scores, *corrections, *factors, *own_state;
   Chunk chunks[3];  // chunks[at] is scored next
   int32_t at, at_keys, at_values;
   bool running;  // the chunks continue where the item before ended
@@ -38,6 +39,8 @@ struct Stream {
   Walk walk;
   const Item* source;  // whose rows the walk delivers
   Pending pending;     // with columns_left 0: none
+  Fetches fetches;
+  const Item* fetching;  // whose queries are fetched
 
   Chunk& chunk(int32_t ahead) { return chunks[(at + ahead) % 3]; }
 };
@@ -46,7 +49,7 @@ int64_t scratch_bytes(const kvb_call* call, int32_t) {
   const int64_t heads = (call->heads + 15) / 16 * 16, depth = call->d_qk;
   return static_cast<int64_t>(sizeof(Stream) + 63) / 64 * 64 +
          2 * (heads * depth + 2 * CHUNK_ROWS * depth + 2 * KVB_DV / 16 * SLAB + BLOCK_ROWS * heads) +
-         4 * (BLOCK_ROWS * heads + heads + partial_floats(heads));
+         4 * (BLOCK_ROWS * heads + 2 * heads + partial_floats(heads));
 }
 
 // Every item of a call finds the same buffers at the same places.
@@ -65,7 +68,8 @@ inline Stream& stream_at(const kvb_call* call, void* scratch) {
   s.weights = take(BLOCK_ROWS * heads);
   s.scores = reinterpret_cast<float*>(at);
   s.corrections = s.scores + BLOCK_ROWS * heads;
-  s.own_state = s.corrections + heads;
+  s.factors = s.corrections + heads;
+  s.own_state = s.factors + heads;
   return s;
 }
 
@@ -92,23 +96,31 @@ inline void start(Stream& s, const Item* item) {
 
 template <int units>
 inline void score_chunk(Stream& s, int32_t padded, int32_t row, Decoding& d) {
-  const int64_t steps = s.call->d_qk / 32;
-  const bf16* keys = s.keys[s.at_keys];
+  const int64_t steps = s.call->d_qk / 32, column = steps * TILE;
   Unit u;
   for (int32_t h = 0; h < padded; h += 32) {
-    const bf16 *k = keys, *q = s.queries + h * steps * 32;
-    float* scores = s.scores + (static_cast<int64_t>(h) * BLOCK_ROWS + row * 16);
-    const bool square = h + 32 <= padded;
+    const bf16 *k = s.keys[s.at_keys], *q = s.queries + h * steps * 32;
+    const bool pair = h + 32 <= padded;
     clear_sums();
     for (int64_t i = 0; i < steps; i++, k += TILE, q += TILE) {
-      if (square) multiply_square<units>(k, k + steps * TILE, q, q + steps * TILE, d, u);
-      else multiply_column<units>(k, k + steps * TILE, q, d, u);
+      if (pair) multiply_square<units>(k, k + column, q, q + column, d, u);
+      else multiply_column<units>(k, k + column, q, d, u);
     }
-    _tile_stored(0, scores, 64);
-    _tile_stored(2, scores + 256, 64);
-    if (!square) continue;
-    _tile_stored(1, scores + BLOCK_ROWS * 16, 64);
-    _tile_stored(3, scores + BLOCK_ROWS * 16 + 256, 64);
+    store_sums(s.scores + (static_cast<int64_t>(h) * BLOCK_ROWS + row * 16), 256, BLOCK_ROWS * 16, true, pair);
+  }
+}
+
+// Final sums of 16 or 32 heads and 32 values on their way from tiles to the output.
+struct alignas(64) Leaving {
+  float sums[2][2][16][16];  // heads / 16, values / 16
+  int32_t head, heads, column;
+};
+
+inline void write_outputs(const Stream& s, const Leaving& from) {
+  for (int32_t i = 0; i < from.heads; i++) {
+    const vfloat factor = splat(s.factors[from.head + i]);
+    store_values(s.call, s.pending.item.query, s.pending.item.head0 + from.head + i, 32 * from.column,
+                 load(from.sums[i / 16][0][i % 16]) * factor, load(from.sums[i / 16][1][i % 16]) * factor);
   }
 }
 
@@ -117,33 +129,35 @@ inline void value_columns(Stream& s, int32_t columns, Decoding& d) {
   Pending& p = s.pending;
   const int64_t padded = p.item.padded, across = padded * 16;
   Unit u;
+  Leaving leaving[2];  // outputs are written one group later: tile stores take long to become readable
+  int32_t groups = 0;
   for (; columns > 0 && p.columns_left > 0; columns--, p.columns_left--) {
-    const int64_t column = COLUMNS - p.columns_left;
-    for (int64_t h = 0; h < padded; h += 32) {
+    const int32_t column = COLUMNS - p.columns_left;
+    for (int32_t h = 0; h < padded; h += 32) {
       const bf16 *w = s.weights + h * BLOCK_ROWS, *v = p.values + 2 * column * SLAB;
       float* sums = p.state.sums + 2 * column * across + h * 16;
-      const bool square = h + 32 <= padded;
-      if (p.first) {
-        clear_sums();
-      } else {
-        _tile_loadd(0, sums, 64);
-        _tile_loadd(1, sums + across, 64);
-        if (square) {
-          _tile_loadd(2, sums + 256, 64);
-          _tile_loadd(3, sums + across + 256, 64);
-        }
-      }
+      const bool pair = h + 32 <= padded;
+      if (p.first) clear_sums();
+      else load_sums(sums, 256, across, pair, true);
       for (int32_t i = 0; i < p.chunks; i++, w += TILE, v += TILE) {
-        if (square) multiply_square<units>(w, w + BLOCK_CHUNKS * TILE, v, v + SLAB, d, u);
+        if (pair) multiply_square<units>(w, w + BLOCK_CHUNKS * TILE, v, v + SLAB, d, u);
         else multiply_row<units>(w, v, v + SLAB, d, u);
       }
-      _tile_stored(0, sums, 64);
-      _tile_stored(1, sums + across, 64);
-      if (!square) continue;
-      _tile_stored(2, sums + 256, 64);
-      _tile_stored(3, sums + across + 256, 64);
+      if (!p.writes) {
+        store_sums(sums, 256, across, pair, true);
+        continue;
+      }
+      Leaving& now = leaving[groups & 1];
+      const int32_t most = pair ? 32 : 16, left = p.item.heads - h;
+      store_sums(now.sums[0][0][0], 512, 256, pair, true);
+      now.head = h;
+      now.heads = left < most ? left : most;
+      now.column = column;
+      if (groups++ > 0) write_outputs(s, leaving[groups & 1]);
     }
   }
+  stores_are_done();
+  if (groups > 0) write_outputs(s, leaving[~groups & 1]);
 }
 
 // The same with as many units between the products as spread the decoding over `groups` groups of tile instructions.
@@ -204,14 +218,13 @@ inline void shrink_sums(const Stream& s, const State& state, int32_t heads, int6
 
 inline int32_t value_groups(const Pending& p, int32_t columns) { return columns * ((p.item.padded + 31) / 32) * p.chunks; }
 
-// Multiplies the values that wait, at most `columns` of them; with the last of an item its output is written.
+// Multiplies the values that wait, at most `columns` of them.
 inline void settle(Stream& s, int32_t columns, int32_t more_groups, Decoding& d) {
   Pending& p = s.pending;
   if (p.columns_left == 0) return;
   if (columns > p.columns_left) columns = p.columns_left;
   spread<Value>(d, value_groups(p, columns) + more_groups, s, columns, d);
   stores_are_done();
-  if (p.columns_left == 0 && p.last && !p.item.partial) finish(s.call, &p.item, p.state, 0, p.item.heads);
 }
 
 // An estimate, for sharing out work: dead slots are not known yet.
@@ -227,6 +240,16 @@ inline int32_t chunks_left(Stream& s, const Item* item) {
   return positions < BLOCK_ROWS ? static_cast<int32_t>((positions + CHUNK_ROWS - 1) / CHUNK_ROWS) : BLOCK_CHUNKS;
 }
 
+// Towards the end of an item: the next one's queries.
+inline void fetch_queries(Stream& s, const Item* item) {
+  const Item* next = item->next;
+  if (s.fetching == next) return;
+  s.fetching = next;
+  const kvb_call* call = s.call;
+  const int64_t at = next->query * call->q_query_stride + next->head0 * call->q_head_stride;
+  s.fetches.queries = {static_cast<const char*>(call->q) + 2 * at, 2 * call->q_head_stride, next->heads, 2 * call->d_qk};
+}
+
 // Scores the next block of the item and leaves it pending.
 inline void run_block(Stream& s, const Item* item, const State& state, bool first) {
   bf16* values = s.values[s.at_values];
@@ -238,14 +261,17 @@ inline void run_block(Stream& s, const Item* item, const State& state, bool firs
     Chunk &now = s.chunk(0), &next = s.chunk(1), &after = s.chunk(2);
     feed(s, item, after);
     if (!s.decoded) {
-      begin_decoding(d, now, s.keys[s.at_keys], values + chunks * TILE, s.call->d_qk, next);
+      begin_decoding(d, now, s.keys[s.at_keys], values + chunks * TILE, s.call->d_qk, nullptr);
       decode_rest(d);
     }
     const bool ours = next.count > 0 && next.item == item;
     more = ours && chunks + 1 < BLOCK_CHUNKS;
     begin_decoding(d, next, s.keys[!s.at_keys], more ? values + (chunks + 1) * TILE : s.values[!s.at_values],
-                   s.call->d_qk, after);
-    const int32_t left = more ? chunks_left(s, item) : 1, most = BLOCK_CHUNKS - chunks;
+                   s.call->d_qk, &s.fetches);
+    d.heads = item->heads;
+    s.fetches.rows = {after.rows, after.count, 0};
+    const int32_t left = chunks_left(s, item), most = BLOCK_CHUNKS - chunks;
+    if (item->next && left < BLOCK_CHUNKS) fetch_queries(s, item);
     if (more) {
       const int32_t parts = left < most ? left : most;
       settle(s, (s.pending.columns_left + parts - 1) / parts, score_groups, d);
@@ -256,6 +282,7 @@ inline void run_block(Stream& s, const Item* item, const State& state, bool firs
     stores_are_done();
     spread<Score>(d, score_groups, s, item->padded, rows, d);
     decode_rest(d);
+    s.fetches.rows.fetch(CHUNK_ROWS);
     stores_are_done();
     rows += now.count;
     chunks++;
@@ -267,7 +294,9 @@ inline void run_block(Stream& s, const Item* item, const State& state, bool firs
   soften(s, state, item->padded, rows, first);
   if (!first) shrink_sums(s, state, item->heads, item->padded);
   const Chunk& next = s.chunk(0);
-  s.pending = {*item, state, values, chunks, COLUMNS, first, next.count == 0 || next.item != item};
+  const bool last = next.count == 0 || next.item != item;
+  s.pending = {*item, state, values, chunks, COLUMNS, first, last && !item->partial};
+  for (int32_t h = 0; s.pending.writes && h < item->padded; h += 16) finish_heads(s.call, item, state, h, s.factors + h);
   s.at_values = !s.at_values;
 }
 
@@ -279,6 +308,8 @@ void run_item(const kvb_call* call, const Item* item, void* scratch) {
     s.at_values = 0;
     s.running = false;
     s.pending.columns_left = 0;
+    s.fetches = {};
+    s.fetching = nullptr;
   }
   if (!s.running) start(s, item);
   s.running = true;

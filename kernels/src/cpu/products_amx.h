@@ -50,6 +50,21 @@ inline void clear_sums() {
   _tile_zero(3);
 }
 
+// Four sums, `down` floats apart in rows of tiles, `right` in columns; those of the second row or column on request.
+inline void load_sums(const float* at, int64_t down, int64_t right, bool two_rows, bool two_columns) {
+  _tile_loadd(0, at, 64);
+  if (two_columns) _tile_loadd(1, at + right, 64);
+  if (two_rows) _tile_loadd(2, at + down, 64);
+  if (two_rows && two_columns) _tile_loadd(3, at + down + right, 64);
+}
+
+inline void store_sums(float* at, int64_t down, int64_t right, bool two_rows, bool two_columns) {
+  _tile_stored(0, at, 64);
+  if (two_columns) _tile_stored(1, at + right, 64);
+  if (two_rows) _tile_stored(2, at + down, 64);
+  if (two_rows && two_columns) _tile_stored(3, at + down + right, 64);
+}
+
 // Two tiles of A by two of B.
 template <Filling filling, int units>
 KVB_INLINE void square(const bf16* a0, const bf16* a1, const bf16* b0, const bf16* b1, Decoding& d, Unit& u) {
