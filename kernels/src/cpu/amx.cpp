@@ -5,8 +5,8 @@
 
 #ifdef KVB_AMX_EMULATE
 KVB_HIDDEN extern const Path kvb_path_amx_emulated;
-const Path kvb_path_amx_emulated = {KVB_PATH_AMX_EMULATED, 2.0f, scratch_bytes, run_item, merge_item};
+const Path kvb_path_amx_emulated = {KVB_PATH_AMX_EMULATED, 4.3f, 190.0f, scratch_bytes, run_item, merge_item};
 #else
 KVB_HIDDEN extern const Path kvb_path_amx;
-const Path kvb_path_amx = {KVB_PATH_AMX, 2.0f, scratch_bytes, run_item, merge_item};
+const Path kvb_path_amx = {KVB_PATH_AMX, 4.3f, 190.0f, scratch_bytes, run_item, merge_item};
 #endif

@@ -61,8 +61,8 @@ Cut cut_of(int32_t units, int32_t groups, int32_t splits) {
   return {ceil_div(units, group_units), group_units * 16, splits};
 }
 
-// The cut with the least work on the busiest thread. 16 heads cost 2, dequantising their rows what the path says,
-// a merge as much as 8 heads over 1200 rows.
+// The cut with the least work on the busiest thread. A row's products with 16 heads cost 2, dequantising it and merging
+// what the path says.
 Cut cut(const kvb_call* call, const Path* path) {
   const int32_t units = ceil_div(call->heads, 16);
   int64_t width = 0;
@@ -84,7 +84,7 @@ Cut cut(const kvb_call* call, const Path* path) {
     const int64_t rounds = (items * c.splits + threads - 1) / threads;
     const double cost =
         static_cast<double>(rounds) * (2.0 * c.group_heads / 16 + static_cast<double>(path->decode_cost)) / c.splits +
-        (c.splits > 1 ? 1200.0 / static_cast<double>(width) : 0);
+        (c.splits > 1 ? static_cast<double>(path->merge_cost) * c.group_heads / 16 / static_cast<double>(width) : 0);
     if (cost < least - 1e-9) {
       least = cost;
       best = c;

@@ -5,4 +5,4 @@
 #include "path_f32.h"
 
 KVB_HIDDEN extern const Path kvb_path_avx2;
-const Path kvb_path_avx2 = {KVB_PATH_AVX2, 0.3f, scratch_bytes, run_item, merge_item};
+const Path kvb_path_avx2 = {KVB_PATH_AVX2, 0.3f, 300.0f, scratch_bytes, run_item, merge_item};

@@ -5,4 +5,4 @@
 #include "path_f32.h"
 
 KVB_HIDDEN extern const Path kvb_path_avx512;
-const Path kvb_path_avx512 = {KVB_PATH_AVX512, 0.5f, scratch_bytes, run_item, merge_item};
+const Path kvb_path_avx512 = {KVB_PATH_AVX512, 0.5f, 300.0f, scratch_bytes, run_item, merge_item};

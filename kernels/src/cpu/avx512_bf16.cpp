@@ -4,4 +4,4 @@
 #include "path_bf16.h"
 
 KVB_HIDDEN extern const Path kvb_path_avx512_bf16;
-const Path kvb_path_avx512_bf16 = {KVB_PATH_AVX512_BF16, 0.6f, scratch_bytes, run_item, merge_item};
+const Path kvb_path_avx512_bf16 = {KVB_PATH_AVX512_BF16, 0.6f, 300.0f, scratch_bytes, run_item, merge_item};

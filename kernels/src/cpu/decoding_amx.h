@@ -14,7 +14,7 @@
 namespace {
 
 constexpr int32_t CHUNK_ROWS = 32, PAIRS = CHUNK_ROWS / 2, PIECES = 8;
-constexpr int32_t BLOCK_ROWS = 256;
+constexpr int32_t BLOCK_ROWS = 192;
 constexpr int64_t TILE = 512;                          // bf16 values
 constexpr int64_t SLAB = BLOCK_ROWS / 32 * TILE + 64;  // not a multiple of 4 KiB: lines must not share a cache set
 

@@ -23,6 +23,7 @@ struct Item {
 struct Path {
   int32_t id;
   float decode_cost;  // dequantising a row, where its products with 16 heads cost 2
+  float merge_cost;   // joining the shares of 16 heads' slots, in the same measure
   int64_t (*scratch_bytes)(const kvb_call* call, int32_t padded);
   void (*run_item)(const kvb_call* call, const Item* item, void* scratch);
   // Joins `splits` partials of heads head0..head0+heads-1 of one query; partials lie partial_floats(padded) apart.

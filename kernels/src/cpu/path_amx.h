@@ -5,7 +5,7 @@
 //   chunk c        scores  = keys . queries             (the keys of 32 rows stay in the first cache)
 //   block before   sums    = sums * correction + weights . values, a share of it with every chunk of this block
 //
-// A block is up to 256 live rows of one item. When all its scores are there they become weights; its values wait for
+// A block is up to 192 live rows of one item. When all its scores are there they become weights; its values wait for
 // the next block. Where an item's successor is known the stream runs on into it. Which rows form a block depends on
 // the item alone, so a query's bits do not depend on its neighbours.
 //

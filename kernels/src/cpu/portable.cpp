@@ -5,4 +5,4 @@
 #include "path_f32.h"
 
 KVB_HIDDEN extern const Path kvb_path_portable;
-const Path kvb_path_portable = {KVB_PATH_PORTABLE, 0.1f, scratch_bytes, run_item, merge_item};
+const Path kvb_path_portable = {KVB_PATH_PORTABLE, 0.1f, 300.0f, scratch_bytes, run_item, merge_item};
