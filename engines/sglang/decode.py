@@ -246,7 +246,7 @@ class Decoder:
             for view in self._views.values()
         ]
 
-    def twin(self, *, backend: str, out_dtype: torch.dtype) -> Decoder:
+    def twin(self, *, backend: str | None, out_dtype: torch.dtype) -> Decoder:
         """A decoder over the same pools with another backend or output dtype."""
         other = Decoder(backend=backend, out_dtype=out_dtype)
         other._views = self._views

@@ -75,9 +75,9 @@ def serve(allocation: Allocation, switch: KernelSwitch) -> None:
     """
     from kvbridge.engine import EngineError
     from kvbridge.engines.vllm.decode import refuse, take_over
-    from kvbridge.engines.vllm.live import device_arch
+    from kvbridge.engines.vllm.live import runs_on_cpu
 
-    if device_arch() == "cpu":
+    if runs_on_cpu():
         take_over(allocation, switch.mode, observer_of(allocation, switch))
     elif not _undo:
         late = EngineError("config of a connector: got a GPU, expected a CPU: set KVBRIDGE_DECODE before vLLM starts")

@@ -169,6 +169,11 @@ def device_arch() -> str:
     return "cpu-amx" if torch.cpu._is_amx_tile_supported() else "cpu"
 
 
+def runs_on_cpu() -> bool:
+    """Whether the worker's device is a CPU, with AMX or without."""
+    return device_arch().startswith("cpu")
+
+
 def worker_rank(vllm_config: Any) -> Rank:
     """Which worker this process is; rank 0 of 1 where no groups were made."""
     from vllm.distributed import parallel_state

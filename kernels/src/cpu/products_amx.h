@@ -7,8 +7,8 @@
 // Four accumulator tiles, two of A, two of B: one load for each product. Between the instructions lie pieces of
 // decoding (decoding_amx.h). KVB_AMX_EMULATE replaces the instructions.
 #pragma once
-#include "pack_bf16.h"
 #include "decoding_amx.h"
+#include "pack_bf16.h"
 #ifdef KVB_AMX_EMULATE
 #include "amx_emulated.h"
 #endif

@@ -147,6 +147,20 @@ def run(model: Path, folder: Path, more: Mapping[str, Any]) -> dict[str, Any]:
     return facts
 
 
+def devices() -> dict[str, bool]:
+    """What a CPU is called without and with AMX, and whether the plugin takes it for one."""
+    import torch
+
+    from kvbridge.engines.vllm.live import device_arch, runs_on_cpu
+
+    supported, seen = torch.cpu._is_amx_tile_supported, {}
+    for answer in (False, True):
+        torch.cpu._is_amx_tile_supported = lambda answer=answer: answer
+        seen[device_arch()] = runs_on_cpu()
+    torch.cpu._is_amx_tile_supported = supported
+    return seen
+
+
 def main(out: Path) -> None:
     from kvbridge.engines.vllm import decode_switch, plugin
     from kvbridge.engines.vllm.decode_model import write_model
@@ -171,6 +185,8 @@ def main(out: Path) -> None:
             decode_switch.switch_off()
             facts[name]["owners after"] = owners()
             out.write_text(json.dumps(facts, indent=1))
+    facts["devices"] = devices()
+    out.write_text(json.dumps(facts, indent=1))
 
 
 if __name__ == "__main__":
