@@ -59,17 +59,18 @@ def test_a_call_that_does_not_fit_is_vllms_own_and_said_once(facts: dict[str, An
     assert set(left) == {"unknown sink", "pages elsewhere", "more queries than planned"}
     assert all(entry == {"served": 0, "same bits as vLLM's": True, "close": True} for entry in left.values()), left
     lines = [line.partition("a call is left to vLLM's own: ")[2] for line in facts["on"]["log"][1:]]
+    most = 512 if facts["amx"] else 2048  # tokens of a step: with AMX vLLM prefills in chunks
     assert lines == [
         "the sink belongs to no layer that was bound",
         "model.layers.1.attn: the pages are elsewhere than when they were bound",
-        "model.layers.1.attn: q.shape[0]: got 2049, expected at most 2048 (caps.queries)",
+        f"model.layers.1.attn: q.shape[0]: got {most + 1}, expected at most {most} (caps.queries)",
     ]
     assert list(facts["on"]["fallbacks"].values()) == [1, 1, 1]
 
 
 def test_switched_off_again_everything_is_given_back(facts: dict[str, Any]) -> None:
-    for case in facts.values():
-        assert own(case["owners after"]), case["owners after"]
+    for case in set(facts) - {"devices", "amx"}:
+        assert own(facts[case]["owners after"]), facts[case]["owners after"]
 
 
 def test_compare_keeps_vllms_output_and_writes_a_line_for_each_call(facts: dict[str, Any]) -> None:

@@ -147,6 +147,12 @@ def run(model: Path, folder: Path, more: Mapping[str, Any]) -> dict[str, Any]:
     return facts
 
 
+def has_amx() -> bool:
+    import torch
+
+    return bool(torch.cpu._is_amx_tile_supported())
+
+
 def devices() -> dict[str, bool]:
     """What a CPU is called without and with AMX, and whether the plugin takes it for one."""
     import torch
@@ -165,7 +171,7 @@ def main(out: Path) -> None:
     from kvbridge.engines.vllm import decode_switch, plugin
     from kvbridge.engines.vllm.decode_model import write_model
 
-    facts = {}
+    facts: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder) / "tiny-deepseek-v4")
         for name, variables in CASES.items():
@@ -185,7 +191,7 @@ def main(out: Path) -> None:
             decode_switch.switch_off()
             facts[name]["owners after"] = owners()
             out.write_text(json.dumps(facts, indent=1))
-    facts["devices"] = devices()
+    facts |= {"devices": devices(), "amx": has_amx()}
     out.write_text(json.dumps(facts, indent=1))
 
 
