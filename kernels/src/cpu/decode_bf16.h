@@ -183,4 +183,18 @@ inline void interleave_rows(const bf16* keys, int64_t chunk, bf16* out, int64_t 
   }
 }
 
+// Two rows of any record, through memory; only `live` of them exist, the others become zeros.
+inline void decode_pair_slowly(const Row* rows, int32_t live, int32_t depth, bf16* keys, int64_t chunk, bf16* values,
+                               int64_t slab) {
+  for (int32_t i = 0; i < 2; i++) {
+    bf16* out = keys + i * 32;
+    if (i < live) {
+      decode_row_bf16(rows[i], out, chunk);
+    } else {
+      for (int32_t c = 0; c < depth / 32; c++) _mm512_store_si512(out + c * chunk, _mm512_setzero_si512());
+    }
+  }
+  interleave_rows(keys, chunk, values, slab);
+}
+
 }  // namespace

@@ -31,10 +31,10 @@ enum Filling { NOTHING, CODES, TAIL };
 struct Lines {
   const char* at;
   int64_t stride_bytes;
-  int32_t rows, row_bytes;
+  int32_t rows, row_bytes, at_once;
 
-  void fetch(int32_t some) {
-    for (; some > 0 && rows > 0; some--, rows--, at += stride_bytes)
+  void fetch() {
+    for (int32_t some = at_once; some > 0 && rows > 0; some--, rows--, at += stride_bytes)
       for (int32_t i = 0; i < row_bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
   }
 };
@@ -44,16 +44,16 @@ struct Fetches {
   Ahead rows;
   Lines queries;  // of the next item
 
-  void for_pair(int32_t heads) {
+  void for_pair() {
     rows.fetch(2);
-    queries.fetch(heads > 64 ? 2 : 1);
+    queries.fetch();
   }
 };
 
 struct Decoding {
   const Row* rows;    // of the chunk's next pair
   int32_t rows_left;  // live ones; fewer than 2 for pairs left: the others become zeros
-  int32_t pairs_left, units_left, depth, heads;
+  int32_t pairs_left, units_left, depth;
   bool tail, spoiled;        // of this pair: its last unit is bf16, and one of its units held a NaN code
   const uint8_t *a, *b;      // where the next unit of this pair is read
   const int32_t* exponents;  // 16 for a, 16 for b
@@ -73,7 +73,6 @@ inline void begin_decoding(Decoding& d, const Chunk& chunk, bf16* keys, bf16* va
   d.pairs_left = chunk.count > 0 ? PAIRS : 0;
   d.units_left = d.pair = 0;
   d.depth = depth;
-  d.spoiled = false;
   d.chunk_keys = keys;
   d.chunk_values = values;
   d.fetches = fetches;
@@ -90,19 +89,6 @@ inline bool read_scales(const uint8_t* scales, int32_t groups, bool halves, int3
   _mm512_store_si512(exponents, halves ? both : _mm512_permutexvar_epi32(twice, both));
   const __m512i from_10 = _mm512_sub_epi32(bytes, _mm512_set1_epi32(10));
   return _mm512_mask_cmpgt_epu32_mask(used, from_10, _mm512_set1_epi32(236)) == 0;
-}
-
-// A whole pair, through memory.
-inline void decode_pair(const Decoding& d, bf16* keys, bf16* values) {
-  for (int32_t i = 0; i < 2; i++) {
-    bf16* out = keys + i * 32;
-    if (i < d.rows_left) {
-      decode_row_bf16(d.rows[i], out, TILE);
-    } else {
-      for (int32_t c = 0; c < d.depth / 32; c++) _mm512_store_si512(out + c * TILE, _mm512_setzero_si512());
-    }
-  }
-  interleave_rows(keys, TILE, values, SLAB);
 }
 
 inline bool is_common_pair(Decoding& d) {
@@ -129,16 +115,21 @@ inline bf16* pair_keys(const Decoding& d) {
 }
 inline bf16* pair_values(const Decoding& d) { return d.chunk_values + d.pair * 32; }
 
+__attribute__((noinline)) void decode_whole_pair(const Decoding& d) {
+  decode_pair_slowly(d.rows, d.rows_left, d.depth, pair_keys(d), TILE, pair_values(d), SLAB);
+}
+
 // True when the next pair goes through units; else it is done, if there was one.
 __attribute__((noinline)) bool begin_pair(Decoding& d) {
   if (d.pairs_left == 0) return false;
-  if (d.fetches) d.fetches->for_pair(d.heads);
+  if (d.fetches) d.fetches->for_pair();
   if (!is_common_pair(d)) {
-    decode_pair(d, pair_keys(d), pair_values(d));
+    decode_whole_pair(d);
     end_pair(d);
     return false;
   }
   d.units_left = KVB_DV / 64;
+  d.spoiled = false;
   d.tail = d.rows[0].record->tail_values > 0;
   d.a = d.rows[0].codes;
   d.b = d.rows[1].codes;
@@ -146,11 +137,6 @@ __attribute__((noinline)) bool begin_pair(Decoding& d) {
   d.keys = pair_keys(d);
   d.values = pair_values(d);
   return true;
-}
-
-__attribute__((noinline)) void end_spoiled_pair(Decoding& d) {
-  decode_pair(d, pair_keys(d), pair_values(d));
-  d.spoiled = false;
 }
 
 #define KVB_INLINE __attribute__((always_inline)) inline
@@ -169,7 +155,7 @@ KVB_INLINE void end_units(Decoding& d, int32_t units) {
   d.values += 4 * units * SLAB;
   d.units_left -= units;
   if (d.units_left > 0) return;
-  if (__builtin_expect(d.spoiled, 0)) end_spoiled_pair(d);
+  if (__builtin_expect(d.spoiled, 0)) decode_whole_pair(d);
   end_pair(d);
 }
 
@@ -262,12 +248,23 @@ KVB_INLINE void decode_pieces(Decoding& d, Unit& u) {
   }
 }
 
+template <auto constant>
+struct Is {
+  static constexpr auto value = constant;
+};
+
+// Calls `work` with what the next `units` units are; it decodes them.
+template <int units, class Work>
+KVB_INLINE void filled(Decoding& d, const Work& work) {
+  const Filling filling = begin_units<units>(d);
+  if (filling == CODES) work(Is<CODES>());
+  else if (filling == TAIL) work(Is<TAIL>());
+  else work(Is<NOTHING>());
+  if (filling != NOTHING) end_units(d, units);
+}
+
 inline void decode_unit(Decoding& d, Unit& u) {
-  const Filling filling = begin_units<1>(d);
-  if (filling == NOTHING) return;
-  if (filling == CODES) decode_pieces<CODES, 1, 0, PIECES>(d, u);
-  else decode_pieces<TAIL, 1, 0, PIECES>(d, u);
-  end_units(d, 1);
+  filled<1>(d, [&](auto is) __attribute__((always_inline)) { decode_pieces<is.value, 1, 0, PIECES>(d, u); });
 }
 
 // Several units at a time begin with a whole pair.

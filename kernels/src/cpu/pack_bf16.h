@@ -22,15 +22,23 @@ inline void pack_queries(const kvb_call* call, const Item* item, bf16* packed) {
 
 // The weights of 16 heads: their running maximum and sums, and what is needed to turn a score into a weight.
 struct Softmax {
-  vfloat base, correction, exact;
+  vfloat top, base, correction, exact;
   __m512 rounded;
 };
 
-// `top` is the new maximum; the state still holds the old one.
-inline Softmax begin_weights(const State& state, int32_t h, vfloat top, bool first) {
+// `score` gives a row's scores in base 2, and -inf for the row behind an odd last one.
+template <class Score>
+inline Softmax begin_weights(const State& state, int32_t h, int32_t rows, bool first, const Score& score) {
+  const vfloat old = load(state.maxima + h);
+  vfloat top = old, other = old;
+  for (int32_t n = 0; n < rows; n += 2) {
+    top = larger(top, score(n));
+    other = larger(other, score(n + 1));
+  }
+  top = larger(top, other);
   const vfloat base = top == -INFINITY ? vfloat{} : top;
-  const vfloat correction = first ? vfloat{} : exp2_lanes(load(state.maxima + h) - base);
-  return {base, correction, first ? vfloat{} : load(state.exact + h) * correction,
+  const vfloat correction = first ? vfloat{} : exp2_lanes(old - base);
+  return {top, base, correction, first ? vfloat{} : load(state.exact + h) * correction,
           reinterpret_cast<__m512>(first ? vfloat{} : load(state.rounded + h) * correction)};
 }
 
@@ -50,8 +58,8 @@ inline __m512i weigh(Softmax& s, vfloat even, vfloat odd) {
   return packed;
 }
 
-inline void end_weights(const State& state, int32_t h, vfloat top, const Softmax& s, float* corrections) {
-  store(state.maxima + h, top);
+inline void end_weights(const State& state, int32_t h, const Softmax& s, float* corrections) {
+  store(state.maxima + h, s.top);
   store(state.exact + h, s.exact);
   store(state.rounded + h, reinterpret_cast<vfloat>(s.rounded));
   store(corrections + h, s.correction);

@@ -41,22 +41,13 @@ inline bool decode_common_pair(const Row& a, const Row& b, bf16* keys, bf16* val
   return r.group == 32 ? decode_pair<2>(a, b, keys, values) : decode_pair<1>(a, b, keys, values);
 }
 
-inline void clear_row(bf16* keys, int32_t depth) {
-  for (int32_t i = 0; i < depth / 32; i++) _mm512_store_si512(keys + i * KEY_CHUNK, _mm512_setzero_si512());
-}
-
 // Fills rows 0..padded_rows-1 of a block: `count` live rows, then zeros.
 inline void load_block(const Buffers& b, const Row* rows, int32_t count, int32_t padded_rows, int32_t depth,
                        int64_t padded) {
   for (int32_t n = 0; n < padded_rows; n += 2) {
     bf16 *keys = b.few ? b.keys : b.keys + n * 32, *values = b.values + n / 2 * 32;
-    if (n + 1 >= count || !decode_common_pair(rows[n], rows[n + 1], keys, values)) {
-      for (int32_t i = 0; i < 2; i++) {
-        if (n + i < count) decode_row_bf16(rows[n + i], keys + i * 32, KEY_CHUNK);
-        else clear_row(keys + i * 32, depth);
-      }
-      interleave_rows(keys, KEY_CHUNK, values, BLOCK_ROWS / 2 * 32);
-    }
+    if (n + 1 >= count || !decode_common_pair(rows[n], rows[n + 1], keys, values))
+      decode_pair_slowly(rows + n, count - n, depth, keys, KEY_CHUNK, values, BLOCK_ROWS / 2 * 32);
     if (b.few) score_few(keys, b.queries, depth, b.scores + n * padded);
   }
 }

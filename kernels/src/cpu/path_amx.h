@@ -2,7 +2,7 @@
 //
 //   chunk c + 2    its rows are fetched from memory
 //   chunk c + 1    is decoded, between the tile instructions of
-//   chunk c        scores  = keys . queries             (the keys of 32 rows stay in the first cache)
+//   chunk c        scores  = keys . queries
 //   block before   sums    = sums * correction + weights . values, a share of it with every chunk of this block
 //
 // A block is up to 192 live rows of one item. When all its scores are there they become weights; its values wait for
@@ -160,26 +160,17 @@ inline void value_columns(Stream& s, int32_t columns, Decoding& d) {
   if (groups > 0) write_outputs(s, leaving[~groups & 1]);
 }
 
-// The same with as many units between the products as spread the decoding over `groups` groups of tile instructions.
-template <template <int> class Products, class... Arguments>
-inline void spread(Decoding& d, int32_t groups, Arguments&... arguments) {
+// Calls `products` with as many units between the products as spread the decoding over `groups` groups of tile
+// instructions.
+template <class Products>
+inline void spread(Decoding& d, int32_t groups, const Products& products) {
   end_pair_in_hand(d);
   const int32_t units = groups > 0 ? (d.left() + groups - 1) / groups : 0;
-  if (units == 0) Products<0>::run(arguments...);
-  else if (units == 1) Products<1>::run(arguments...);
-  else if (units == 2) Products<2>::run(arguments...);
-  else Products<4>::run(arguments...);
+  if (units == 0) products(Is<0>());
+  else if (units == 1) products(Is<1>());
+  else if (units == 2) products(Is<2>());
+  else products(Is<4>());
 }
-
-template <int units>
-struct Score {
-  static void run(Stream& s, int32_t padded, int32_t row, Decoding& d) { score_chunk<units>(s, padded, row, d); }
-};
-
-template <int units>
-struct Value {
-  static void run(Stream& s, int32_t columns, Decoding& d) { value_columns<units>(s, columns, d); }
-};
 
 // Scores of 16 heads become weights, tile by tile: pairs of rows with heads in lanes turn into heads with 32 rows.
 inline void soften(Stream& s, const State& state, int32_t padded, int32_t rows, bool first) {
@@ -188,20 +179,14 @@ inline void soften(Stream& s, const State& state, int32_t padded, int32_t rows, 
     const float* scores = s.scores + static_cast<int64_t>(h) * BLOCK_ROWS;
     bf16* tile = s.weights + static_cast<int64_t>(h) * BLOCK_ROWS;
     const auto score = [=](int32_t n) { return n < rows ? load(scores + n * 16) * scale2 : splat(-INFINITY); };
-    vfloat top = load(state.maxima + h), other = top;
-    for (int32_t n = 0; n < rows; n += 2) {
-      top = larger(top, score(n));
-      other = larger(other, score(n + 1));
-    }
-    top = larger(top, other);
-    Softmax softmax = begin_weights(state, h, top, first);
+    Softmax softmax = begin_weights(state, h, rows, first, score);
     for (int32_t n = 0; n < rows; n += CHUNK_ROWS, tile += TILE) {
       __m512i lines[16];
       for (int32_t i = 0; i < 16; i++) lines[i] = weigh(softmax, score(n + 2 * i), score(n + 2 * i + 1));
       transpose(lines);
       for (int32_t i = 0; i < 16; i++) _mm512_store_si512(tile + 32 * i, lines[i]);
     }
-    end_weights(state, h, top, softmax, s.corrections);
+    end_weights(state, h, softmax, s.corrections);
   }
 }
 
@@ -226,8 +211,7 @@ inline void settle(Stream& s, int32_t columns, int32_t more_groups, Decoding& d)
   Pending& p = s.pending;
   if (p.columns_left == 0) return;
   if (columns > p.columns_left) columns = p.columns_left;
-  spread<Value>(d, value_groups(p, columns) + more_groups, s, columns, d);
-  stores_are_done();
+  spread(d, value_groups(p, columns) + more_groups, [&](auto units) { value_columns<units.value>(s, columns, d); });
 }
 
 // An estimate, for sharing out work: dead slots are not known yet.
@@ -251,7 +235,7 @@ inline void fetch_queries(Stream& s, const Item* item) {
   const kvb_call* call = s.call;
   const int64_t at = next->query * call->q_query_stride + next->head0 * call->q_head_stride;
   s.fetches.queries = {static_cast<const char*>(call->q) + 2 * at, 2 * call->q_head_stride, next->heads,
-                       2 * call->d_qk};
+                       2 * call->d_qk, next->heads > 64 ? 2 : 1};
 }
 
 // Scores the next block of the item and leaves it pending.
@@ -272,7 +256,6 @@ inline void run_block(Stream& s, const Item* item, const State& state, bool firs
     more = ours && chunks + 1 < BLOCK_CHUNKS;
     begin_decoding(d, next, s.keys[!s.at_keys], more ? values + (chunks + 1) * TILE : s.values[!s.at_values],
                    s.call->d_qk, &s.fetches);
-    d.heads = item->heads;
     s.fetches.rows = {after.rows, after.count, 0};
     const int32_t left = chunks_left(s, item), most = BLOCK_CHUNKS - chunks;
     if (item->next && left < BLOCK_CHUNKS) fetch_queries(s, item);
@@ -284,7 +267,7 @@ inline void run_block(Stream& s, const Item* item, const State& state, bool firs
       settle(s, COLUMNS, 0, none);
     }
     stores_are_done();
-    spread<Score>(d, score_groups, s, item->padded, rows, d);
+    spread(d, score_groups, [&](auto units) { score_chunk<units.value>(s, item->padded, rows, d); });
     decode_rest(d);
     s.fetches.rows.fetch(CHUNK_ROWS);
     stores_are_done();

@@ -22,20 +22,12 @@ inline void pack_few_queries(const kvb_call* call, const Item* item, bf16* packe
 inline void soften(const Buffers& b, int32_t rows, int32_t padded, float scale2, bool first) {
   for (int32_t h = 0; h < padded; h += 16) {
     const float* scores = b.scores + h;
-    const auto score = [&](int32_t n) { return load(scores + n * padded) * scale2; };
-    vfloat top = load(b.state.maxima + h), other = top;
-    int32_t n = 0;
-    for (; n + 1 < rows; n += 2) {
-      top = larger(top, score(n));
-      other = larger(other, score(n + 1));
-    }
-    if (n < rows) top = larger(top, score(n));
-    top = larger(top, other);
-    Softmax softmax = begin_weights(b.state, h, top, first);
-    for (n = 0; n < rows; n += 2)
+    const auto score = [=](int32_t n) { return n < rows ? load(scores + n * padded) * scale2 : splat(-INFINITY); };
+    Softmax softmax = begin_weights(b.state, h, rows, first, score);
+    for (int32_t n = 0; n < rows; n += 2)
       _mm512_store_si512(b.weights + (static_cast<int64_t>(n / 2) * padded + h) * 2,
-                         weigh(softmax, score(n), n + 1 < rows ? score(n + 1) : splat(-INFINITY)));
-    end_weights(b.state, h, top, softmax, b.corrections);
+                         weigh(softmax, score(n), score(n + 1)));
+    end_weights(b.state, h, softmax, b.corrections);
   }
 }
 

@@ -114,21 +114,6 @@ KVB_INLINE void row(const bf16* a, const bf16* b0, const bf16* b1, Decoding& d, 
   _tile_dpbf16ps(1, 4, 7);
 }
 
-template <Filling filling>
-struct Is {
-  static constexpr Filling value = filling;
-};
-
-// Calls `products` with what lies between its instructions.
-template <int units, class Products>
-KVB_INLINE void filled(Decoding& d, const Products& products) {
-  const Filling filling = begin_units<units>(d);
-  if (filling == CODES) products(Is<CODES>());
-  else if (filling == TAIL) products(Is<TAIL>());
-  else products(Is<NOTHING>());
-  if (filling != NOTHING) end_units(d, units);
-}
-
 template <int units>
 KVB_INLINE void multiply_square(const bf16* a0, const bf16* a1, const bf16* b0, const bf16* b1, Decoding& d, Unit& u) {
   filled<units>(d, [&](auto is) __attribute__((always_inline)) { square<is.value, units>(a0, a1, b0, b1, d, u); });
