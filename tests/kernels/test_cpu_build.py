@@ -105,6 +105,16 @@ def test_unknown_flags_leave_a_path_out(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert cpu.Path.PORTABLE in library.usable and cpu.Path.AVX512_BF16 not in library.compiled
 
 
+def test_only_unknown_flags_leave_a_path_out(tmp_path: Path) -> None:
+    """A fault in a path's sources would leave it out too, and its tests would pass over it."""
+    empty = tmp_path / "empty.cpp"
+    empty.write_text("")
+    for unit in cpu_build._units(emulate_amx=True):
+        command = [*cpu_build.find_compiler(), *unit.flags, "-c", str(empty), "-o", str(tmp_path / "empty.o")]
+        knows = subprocess.run(command, capture_output=True, check=False).returncode == 0
+        assert (unit.name not in cpu_build.build(emulate_amx=True).left_out) == knows, unit.name
+
+
 def test_failing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path) -> None:
     monkeypatch.setenv(
         "CXX",

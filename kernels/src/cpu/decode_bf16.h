@@ -174,27 +174,25 @@ inline void decode_row_bf16(const Row& row, bf16* out, int64_t chunk) {
     _mm512_store_si512(tail + i * chunk, _mm512_loadu_si512(row.codes + r.tail_offset_bytes + 64 * i));
 }
 
-// Two decoded rows into values.
-inline void interleave_rows(const bf16* keys, int64_t chunk, bf16* out, int64_t slab) {
+// Two decoded rows, the second `next` values behind the first, into values.
+inline void interleave_rows(const bf16* keys, int64_t next, int64_t chunk, bf16* out, int64_t slab) {
   for (int32_t i = 0; i < KVB_DV / 32; i++) {
-    const __m512i a = _mm512_load_si512(keys + i * chunk), b = _mm512_load_si512(keys + i * chunk + 32);
+    const __m512i a = _mm512_load_si512(keys + i * chunk), b = _mm512_load_si512(keys + i * chunk + next);
     _mm512_store_si512(out + 2 * i * slab, _mm512_unpacklo_epi16(a, b));
     _mm512_store_si512(out + (2 * i + 1) * slab, _mm512_unpackhi_epi16(a, b));
   }
 }
 
-// Two rows of any record, through memory; only `live` of them exist, the others become zeros.
-inline void decode_pair_slowly(const Row* rows, int32_t live, int32_t depth, bf16* keys, int64_t chunk, bf16* values,
-                               int64_t slab) {
+// Two rows of any record into keys; only `live` of them exist, the others become zeros.
+inline void decode_pair_slowly(const Row* rows, int32_t live, int32_t depth, bf16* keys, int64_t next, int64_t chunk) {
   for (int32_t i = 0; i < 2; i++) {
-    bf16* out = keys + i * 32;
+    bf16* out = keys + i * next;
     if (i < live) {
       decode_row_bf16(rows[i], out, chunk);
     } else {
       for (int32_t c = 0; c < depth / 32; c++) _mm512_store_si512(out + c * chunk, _mm512_setzero_si512());
     }
   }
-  interleave_rows(keys, chunk, values, slab);
 }
 
 }  // namespace

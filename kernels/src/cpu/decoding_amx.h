@@ -1,19 +1,23 @@
-// Decoding as a filler: one chunk of rows is turned into operands, a piece at a time, between the tile products of
-// another chunk. A tile instruction keeps its own unit busy for many cycles; the vector units work meanwhile.
+// Decoding as a filler: one chunk of rows is turned into operands, a few steps at a time, between the tile
+// instructions of another chunk. Those keep their own part of the core busy for many cycles; the vector units work
+// meanwhile.
 //
-//   unit   64 values of two rows -> 2 lines of keys for each row, 4 lines of values
-//   piece  an eighth of a unit, laid behind one tile instruction
+//   unit   64 values of two rows: a step to 2 lines of keys for each row, and one to 4 lines of values where these are
+//          wanted
 //
-//   keys    A [2][d_qk / 32][16 rows][32 values]        values  B [d_v / 16][pairs of rows][16 values][2]
+//   keys    A [2][d_qk / 32][16 rows][32 values]: the chunk's even rows, then its odd ones
+//   values  B [d_v / 16][pairs of rows][16 values][2]
 //
 // The common records, e4m3 with power-of-two scales, go through units. A pair of rows of other records, of different
 // records, or with a rare scale is decoded at once when its turn comes.
 #pragma once
 #include "decode_bf16.h"
 
+#define KVB_INLINE __attribute__((always_inline)) inline
+
 namespace {
 
-constexpr int32_t CHUNK_ROWS = 32, PAIRS = CHUNK_ROWS / 2, PIECES = 8;
+constexpr int32_t CHUNK_ROWS = 32, PAIRS = CHUNK_ROWS / 2, UNITS = KVB_DV / 64;
 constexpr int32_t BLOCK_ROWS = 192;
 constexpr int64_t TILE = 512;                          // bf16 values
 constexpr int64_t SLAB = BLOCK_ROWS / 32 * TILE + 64;  // not a multiple of 4 KiB: lines must not share a cache set
@@ -23,9 +27,6 @@ struct Chunk {
   int32_t count;     // 0: there is none
   const Item* item;  // whose rows these are
 };
-
-// What the pieces behind one group of tile instructions are: nothing, units of codes, or units whose last is bf16.
-enum Filling { NOTHING, CODES, TAIL };
 
 // Rows of a tensor that is read soon after: a few at a time come into the cache.
 struct Lines {
@@ -51,34 +52,31 @@ struct Fetches {
 };
 
 struct Decoding {
-  const Row* rows;    // of the chunk's next pair
+  const Row* rows;    // of the next pair
   int32_t rows_left;  // live ones; fewer than 2 for pairs left: the others become zeros
-  int32_t pairs_left, units_left, depth;
-  bool tail, spoiled;        // of this pair: its last unit is bf16, and one of its units held a NaN code
-  const uint8_t *a, *b;      // where the next unit of this pair is read
-  const int32_t* exponents;  // 16 for a, 16 for b
-  bf16 *keys, *values;       // and written
-  int32_t pair;
-  bf16 *chunk_keys, *chunk_values;
+  int32_t pairs_left, pair, depth;
+  bool spoiled;         // one of the pair's units held a NaN code
+  bf16 *keys, *values;  // the chunk's; values null: not wanted
   Fetches* fetches;
-  alignas(64) int32_t scales[2][16];
+  alignas(64) int32_t exponents[2][16];  // of the pair: 128 * (scale - 7) of its 32 values i, twice in a word
 
-  int32_t left() const { return pairs_left * (depth / 64) + units_left; }
+  int32_t steps() const { return pairs_left * UNITS * (values ? 2 : 1); }
+  int64_t odd_rows() const { return depth / 32 * TILE; }
 };
 
-// `keys` and `values` take the chunk's rows.
+// `keys` and, unless it is null, `values` take the chunk's rows.
 inline void begin_decoding(Decoding& d, const Chunk& chunk, bf16* keys, bf16* values, int32_t depth, Fetches* fetches) {
   d.rows = chunk.rows;
   d.rows_left = chunk.count;
   d.pairs_left = chunk.count > 0 ? PAIRS : 0;
-  d.units_left = d.pair = 0;
+  d.pair = 0;
   d.depth = depth;
-  d.chunk_keys = keys;
-  d.chunk_values = values;
+  d.keys = keys;
+  d.values = values;
   d.fetches = fetches;
 }
 
-// exponents[i]: 128 * (scale - 7) of the 32 values i, twice in a word. False where a scale is out of the plain range.
+// False where a scale is out of the plain range.
 inline bool read_scales(const uint8_t* scales, int32_t groups, bool halves, int32_t* exponents) {
   const __mmask16 used = static_cast<__mmask16>((1u << groups) - 1);
   const __m512i bytes = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(used, scales));
@@ -100,7 +98,7 @@ inline bool is_common_pair(Decoding& d) {
     return false;
   const int32_t groups = r.values / r.group;
   const bool halves = r.group == 32;
-  return read_scales(a.scales, groups, halves, d.scales[0]) & read_scales(b.scales, groups, halves, d.scales[1]);
+  return read_scales(a.scales, groups, halves, d.exponents[0]) & read_scales(b.scales, groups, halves, d.exponents[1]);
 }
 
 inline void end_pair(Decoding& d) {
@@ -110,61 +108,47 @@ inline void end_pair(Decoding& d) {
   d.pair++;
 }
 
-inline bf16* pair_keys(const Decoding& d) {
-  return d.chunk_keys + (d.pair >> 3) * (d.depth / 32) * TILE + (d.pair & 7) * 64;
-}
-inline bf16* pair_values(const Decoding& d) { return d.chunk_values + d.pair * 32; }
-
 __attribute__((noinline)) void decode_whole_pair(const Decoding& d) {
-  decode_pair_slowly(d.rows, d.rows_left, d.depth, pair_keys(d), TILE, pair_values(d), SLAB);
+  bf16* keys = d.keys + d.pair * 32;
+  decode_pair_slowly(d.rows, d.rows_left, d.depth, keys, d.odd_rows(), TILE);
+  if (d.values) interleave_rows(keys, d.odd_rows(), TILE, d.values + d.pair * 32, SLAB);
 }
 
-// True when the next pair goes through units; else it is done, if there was one.
+// True when the next pair goes through units; else it is done.
 __attribute__((noinline)) bool begin_pair(Decoding& d) {
-  if (d.pairs_left == 0) return false;
   if (d.fetches) d.fetches->for_pair();
-  if (!is_common_pair(d)) {
-    decode_whole_pair(d);
-    end_pair(d);
-    return false;
-  }
-  d.units_left = KVB_DV / 64;
   d.spoiled = false;
-  d.tail = d.rows[0].record->tail_values > 0;
-  d.a = d.rows[0].codes;
-  d.b = d.rows[1].codes;
-  d.exponents = d.scales[0];
-  d.keys = pair_keys(d);
-  d.values = pair_values(d);
-  return true;
-}
-
-#define KVB_INLINE __attribute__((always_inline)) inline
-
-template <int units>
-KVB_INLINE Filling begin_units(Decoding& d) {
-  if (units == 0 || (d.units_left == 0 && !begin_pair(d))) return NOTHING;
-  return d.units_left == units && d.tail ? TAIL : CODES;
-}
-
-KVB_INLINE void end_units(Decoding& d, int32_t units) {
-  d.a += 64 * units;
-  d.b += 64 * units;
-  d.exponents += 2 * units;
-  d.keys += 2 * units * TILE;
-  d.values += 4 * units * SLAB;
-  d.units_left -= units;
-  if (d.units_left > 0) return;
-  if (__builtin_expect(d.spoiled, 0)) decode_whole_pair(d);
+  if (is_common_pair(d)) return true;
+  decode_whole_pair(d);
   end_pair(d);
+  return false;
 }
 
-// What one unit holds between its pieces, and constants that are to stay in registers.
-struct Unit {
-  __m512i a0, a1, b0, b1;
+struct Four {
+  __m512i a0, a1, b0, b1;  // 64 values of two rows
+};
+
+// A unit with a rare code: by table. False for a NaN.
+__attribute__((noinline)) bool decode_rare_unit(const uint8_t* a, const uint8_t* b, const int32_t* exponents,
+                                                Four* out) {
+  const auto scale = [=](int32_t i) { return static_cast<uint8_t>((exponents[i] >> 23) + 7); };
+  return scale_codes(a, scale(0), scale(1), out->a0, out->a1) & scale_codes(b, scale(16), scale(17), out->b0, out->b1);
+}
+
+// Decodes a chunk unit by unit. What it needs stays in registers from one call to the next.
+template <bool with_values>
+struct Filler {
+  static constexpr int32_t STEPS = with_values ? 2 : 1;  // of a unit
+  Decoding& d;
+  const uint8_t *a, *b;      // where the next unit of the pair in hand is read
+  const int32_t* exponents;  // 16 for a, 16 for b
+  bf16 *keys, *values;       // and written
+  int32_t left, tail;        // units of the pair in hand, and how many of them at its end are bf16
+  bool waits;                // the unit's values are not written yet
+  Four x;
   __m512i magnitude, lowest, highest, kept;
 
-  KVB_INLINE Unit() {
+  KVB_INLINE explicit Filler(Decoding& d) : d(d), left(0), waits(false) {
     magnitude = _mm512_set1_epi8(0x7f);
     lowest = _mm512_set1_epi8(8);
     highest = _mm512_set1_epi8(0x7e - 8);
@@ -172,8 +156,20 @@ struct Unit {
     __asm__("" : "+v"(magnitude), "+v"(lowest), "+v"(highest), "+v"(kept));
   }
 
-  // 32 codes times a power of two, given as 128 * (scale byte - 7): sign, exponent and mantissa move into place
-  // together. Right for normal codes, which almost all are.
+  KVB_INLINE bool begin() {
+    if (!begin_pair(d)) return false;
+    a = d.rows[0].codes;
+    b = d.rows[1].codes;
+    exponents = d.exponents[0];
+    keys = d.keys + d.pair * 32;
+    if (with_values) values = d.values + d.pair * 32;
+    left = UNITS;
+    tail = d.rows[0].record->tail_values > 0;
+    return true;
+  }
+
+  // 32 codes times a power of two: sign, exponent and mantissa move into place together. Right for normal codes, which
+  // almost all are.
   KVB_INLINE __m512i shifted(const uint8_t* codes, const int32_t* exponent) const {
     const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes));
     __m512i both;  // as memory operand: through a register it would cost a shuffle
@@ -186,97 +182,94 @@ struct Unit {
   }
 
   // Is a code subnormal, zero or NaN?
-  KVB_INLINE bool is_rare(const uint8_t* a, const uint8_t* b) const {
+  KVB_INLINE bool is_rare() const {
     return _mm512_cmpgt_epu8_mask(_mm512_max_epu8(above_subnormal(a), above_subnormal(b)), highest) != 0;
   }
-};
 
-// A unit with a rare code: by table.
-__attribute__((noinline)) void decode_rare_unit(Decoding& d, int32_t unit, __m512i* out) {
-  for (int32_t i = 0; i < 2; i++) {
-    const int32_t* e = d.exponents + 2 * unit + 16 * i;
-    const uint8_t left = static_cast<uint8_t>((e[0] >> 23) + 7), right = static_cast<uint8_t>((e[1] >> 23) + 7);
-    if (!scale_codes((i ? d.b : d.a) + 64 * unit, left, right, out[2 * i], out[2 * i + 1])) d.spoiled = true;
+  // In the common records with a bf16 tail it begins right behind the codes.
+  KVB_INLINE Four decoded() {
+    if (left <= tail)
+      return {_mm512_loadu_si512(a), _mm512_loadu_si512(a + 64), _mm512_loadu_si512(b), _mm512_loadu_si512(b + 64)};
+    if (__builtin_expect(is_rare(), 0)) {
+      Four out;
+      if (!decode_rare_unit(a, b, exponents, &out)) d.spoiled = true;
+      return out;
+    }
+    return {shifted(a, exponents), shifted(a + 32, exponents + 1), shifted(b, exponents + 16),
+            shifted(b + 32, exponents + 17)};
   }
-}
 
-// In the common records with a bf16 tail it begins right behind the codes.
-template <int piece, int unit, bool tail>
-KVB_INLINE void decode_piece(Decoding& d, Unit& u) {
-  const uint8_t *a = d.a + 64 * unit, *b = d.b + 64 * unit;
-  const int32_t* exponents = d.exponents + 2 * unit;
-  bf16 *keys = d.keys + 2 * unit * TILE, *values = d.values + 4 * unit * SLAB;
-  if constexpr (piece == 0) {
-    u.a0 = tail ? _mm512_loadu_si512(a) : u.shifted(a, exponents);
-    u.a1 = tail ? _mm512_loadu_si512(a + 64) : u.shifted(a + 32, exponents + 1);
-  } else if constexpr (piece == 1) {
-    u.b0 = tail ? _mm512_loadu_si512(b) : u.shifted(b, exponents + 16);
-    u.b1 = tail ? _mm512_loadu_si512(b + 64) : u.shifted(b + 32, exponents + 17);
-  } else if constexpr (piece == 2) {
-    if constexpr (!tail) {
-      if (__builtin_expect(u.is_rare(a, b), 0)) {
-        __m512i out[4];
-        decode_rare_unit(d, unit, out);
-        u.a0 = out[0];
-        u.a1 = out[1];
-        u.b0 = out[2];
-        u.b1 = out[3];
+  KVB_INLINE void place_keys() {
+    constexpr int64_t odd_rows = KVB_DV / 32 * TILE;
+    _mm512_store_si512(keys, x.a0);
+    _mm512_store_si512(keys + odd_rows, x.b0);
+    _mm512_store_si512(keys + TILE, x.a1);
+    _mm512_store_si512(keys + TILE + odd_rows, x.b1);
+  }
+
+  KVB_INLINE void place_values() {
+    _mm512_store_si512(values, _mm512_unpacklo_epi16(x.a0, x.b0));
+    _mm512_store_si512(values + SLAB, _mm512_unpackhi_epi16(x.a0, x.b0));
+    _mm512_store_si512(values + 2 * SLAB, _mm512_unpacklo_epi16(x.a1, x.b1));
+    _mm512_store_si512(values + 3 * SLAB, _mm512_unpackhi_epi16(x.a1, x.b1));
+    values += 4 * SLAB;
+  }
+
+  KVB_INLINE void end_unit() {
+    a += 64;
+    b += 64;
+    exponents += 2;
+    keys += 2 * TILE;
+    if (--left > 0) return;
+    if (__builtin_expect(d.spoiled, 0)) decode_whole_pair(d);
+    end_pair(d);
+  }
+
+  KVB_INLINE void step() {
+    if (!waits) {
+      x = decoded();
+      place_keys();
+    } else {
+      place_values();
+    }
+    waits = with_values && !waits;
+    if (!waits) end_unit();
+  }
+
+  KVB_INLINE void operator()(int32_t steps) {
+    while (steps > 0 && (left > 0 || d.pairs_left > 0)) {
+      if (left > 0 || begin()) {
+        step();
+        steps--;
+      } else {
+        steps -= UNITS * STEPS;
       }
     }
-  } else if constexpr (piece == 3) {
-    _mm512_store_si512(keys, u.a0);
-    _mm512_store_si512(keys + 32, u.b0);
-  } else if constexpr (piece == 4) {
-    _mm512_store_si512(values, _mm512_unpacklo_epi16(u.a0, u.b0));
-    _mm512_store_si512(values + SLAB, _mm512_unpackhi_epi16(u.a0, u.b0));
-  } else if constexpr (piece == 5) {
-    _mm512_store_si512(keys + TILE, u.a1);
-    _mm512_store_si512(keys + TILE + 32, u.b1);
-  } else if constexpr (piece == 6) {
-    _mm512_store_si512(values + 2 * SLAB, _mm512_unpacklo_epi16(u.a1, u.b1));
-    _mm512_store_si512(values + 3 * SLAB, _mm512_unpackhi_epi16(u.a1, u.b1));
   }
-}
 
-// Pieces first..first+count-1 of `units` units.
-template <Filling filling, int units, int first, int count>
-KVB_INLINE void decode_pieces(Decoding& d, Unit& u) {
-  if constexpr (filling != NOTHING && count > 0) {
-    constexpr int unit = first / PIECES;
-    decode_piece<first % PIECES, unit, filling == TAIL && unit == units - 1>(d, u);
-    decode_pieces<filling, units, first + 1, count - 1>(d, u);
+  // Nothing stays half done between phases.
+  KVB_INLINE void end_pair_in_hand() {
+    while (left > 0) step();
   }
-}
-
-template <auto constant>
-struct Is {
-  static constexpr auto value = constant;
 };
 
-// Calls `work` with what the next `units` units are; it decodes them.
-template <int units, class Work>
-KVB_INLINE void filled(Decoding& d, const Work& work) {
-  const Filling filling = begin_units<units>(d);
-  if (filling == CODES) work(Is<CODES>());
-  else if (filling == TAIL) work(Is<TAIL>());
-  else work(Is<NOTHING>());
-  if (filling != NOTHING) end_units(d, units);
-}
-
-inline void decode_unit(Decoding& d, Unit& u) {
-  filled<1>(d, [&](auto is) __attribute__((always_inline)) { decode_pieces<is.value, 1, 0, PIECES>(d, u); });
-}
-
-// Several units at a time begin with a whole pair.
-inline void end_pair_in_hand(Decoding& d) {
-  Unit u;
-  while (d.units_left > 0) decode_unit(d, u);
+// Calls `work` with what decodes d.
+template <class Work>
+KVB_INLINE void with_filler(Decoding& d, const Work& work) {
+  if (d.values) {
+    Filler<true> filler(d);
+    work(filler);
+    filler.end_pair_in_hand();
+  } else {
+    Filler<false> filler(d);
+    work(filler);
+    filler.end_pair_in_hand();
+  }
 }
 
 // What the products left undone.
 inline void decode_rest(Decoding& d) {
-  Unit u;
-  while (d.left() > 0) decode_unit(d, u);
+  if (d.pairs_left > 0) with_filler(d, [&](auto& filler) { filler(d.steps()); });
 }
 
 }  // namespace

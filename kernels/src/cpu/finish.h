@@ -2,8 +2,8 @@
 //
 //   state of one head group:  sums [d_v / LANES][padded heads][LANES] | maxima | rounded sums | exact sums
 //
-// Maxima are in base 2 (score * scale * log2 e). `rounded` is the sum of the weights as they were multiplied into V,
-// `exact` the fp32 sum for the LSE; exact = -1 marks a group that met no live slot.
+// Maxima are in base 2 (score * scale * log2 e) and may lag a little behind. `rounded` is the sum of the weights as
+// they were multiplied into V, `exact` the fp32 sum for the LSE; exact = -1 marks a group that met no live slot.
 #pragma once
 #include "decode_f32.h"
 
@@ -56,22 +56,44 @@ inline float log_sum(const kvb_call* call, float maximum, float exact, float sin
   return static_cast<float>(call->flags & KVB_LSE_BASE2 ? lse / LN_2 : lse);
 }
 
+// In calls of up to so many heads, sums are of even and of odd values (products_amx.h); of up to KVB_STACKED_HEADS both
+// lie in one tile, [d_v / 32][even or odd][8 heads][16]. A call's heads decide, not a group's: how heads are grouped
+// must not change bits.
+#ifndef KVB_PARITY_HEADS
+#define KVB_PARITY_HEADS 0
+#define KVB_STACKED_HEADS 0
+#endif
+
+inline bool by_parity(const kvb_call* call) { return call->heads <= KVB_PARITY_HEADS; }
+inline bool stacked(const kvb_call* call) { return call->heads <= KVB_STACKED_HEADS; }
+
+// So many heads' lines of sums further lie a head's next LANES values.
+inline int64_t sums_width(const kvb_call* call, const Item* item) { return stacked(call) ? 8 : item->padded; }
+
+// Where line d / LANES of a head's sums begins.
+inline int64_t sums_line(const kvb_call* call, const Item* item, int32_t head, int64_t line) {
+  return (line * sums_width(call, item) + head) * LANES;
+}
+
 #ifdef KVB_INTERLEAVED
-// V was interleaved inside 128-bit lanes: a holds values 8j..8j+3 of 32, b holds 8j+4..8j+7.
-inline void put_in_order(vfloat& a, vfloat& b) {
-  const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+// Two lines of sums are 32 values: even and odd ones, or, where V was interleaved inside 128-bit lanes, values
+// 8j..8j+3 and 8j+4..8j+7.
+inline void put_in_order(vfloat& a, vfloat& b, bool parity) {
+  alignas(64) static const int32_t orders[2][16] = {{0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23},
+                                                    {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23}};
+  const __m512i first = _mm512_load_si512(orders[parity]);
   const __m512 x = reinterpret_cast<__m512>(a), y = reinterpret_cast<__m512>(b);
   a = reinterpret_cast<vfloat>(_mm512_permutex2var_ps(x, first, y));
   b = reinterpret_cast<vfloat>(_mm512_permutex2var_ps(x, _mm512_add_epi32(first, _mm512_set1_epi32(8)), y));
 }
 #else
-inline void put_in_order(vfloat&, vfloat&) {}
+inline void put_in_order(vfloat&, vfloat&, bool) {}
 #endif
 
-// Values d..d+2*LANES-1 of one head.
-inline void store_values(const kvb_call* call, int64_t query, int32_t head, int32_t d, vfloat a, vfloat b) {
-  const int64_t at = query * call->out_query_stride + head * call->out_head_stride + d;
-  put_in_order(a, b);
+// Values d..d+2*LANES-1 of one of the item's heads.
+inline void store_values(const kvb_call* call, const Item* item, int32_t head, int32_t d, vfloat a, vfloat b) {
+  const int64_t at = item->query * call->out_query_stride + (item->head0 + head) * call->out_head_stride + d;
+  put_in_order(a, b, by_parity(call));
   if (call->out_type == KVB_OUT_FP32) {
     store(static_cast<float*>(call->out) + at, a);
     store(static_cast<float*>(call->out) + at + LANES, b);
@@ -86,12 +108,12 @@ inline void store_values(const kvb_call* call, int64_t query, int32_t head, int3
   }
 }
 
-inline void store_head(const kvb_call* call, int64_t query, int32_t head, const float* sums, int64_t padded,
-                       float factor, bool empty) {
+inline void store_head(const kvb_call* call, const Item* item, int32_t head, const float* sums, float factor,
+                       bool empty) {
   for (int32_t d = 0; d < KVB_DV; d += 2 * LANES) {
-    const float* at = sums + d * padded;
-    store_values(call, query, head, d, empty ? vfloat{} : load(at) * factor,
-                 empty ? vfloat{} : load(at + padded * LANES) * factor);
+    const float *a = sums + sums_line(call, item, head, d / LANES),
+                *b = sums + sums_line(call, item, head, d / LANES + 1);
+    store_values(call, item, head, d, empty ? vfloat{} : load(a) * factor, empty ? vfloat{} : load(b) * factor);
   }
 }
 
@@ -113,8 +135,7 @@ inline void finish(const kvb_call* call, const Item* item, const State& state, i
     float factors[LANES];
     finish_heads(call, item, state, h0, factors);
     for (int32_t h = h0; h < h0 + LANES && h < item->heads; h++)
-      store_head(call, item->query, item->head0 + h, state.sums + h * LANES, item->padded, factors[h - h0],
-                 state.exact[h] == -1.0f);
+      store_head(call, item, h, state.sums, factors[h - h0], state.exact[h] == -1.0f);
   }
 }
 
@@ -137,7 +158,7 @@ inline void merge_item(const kvb_call* call, const Item* item, int32_t first, in
       rounded = (started ? rounded : 0) + weight * from.rounded[h];
       exact = (started ? exact : 0) + weight * from.exact[h];
       for (int64_t d = 0; d < KVB_DV / LANES; d++) {
-        const int64_t at = (d * item->padded + h) * LANES;
+        const int64_t at = sums_line(call, item, h, d);
         const vfloat part = load(from.sums + at) * weight;
         store(to.sums + at, started ? load(to.sums + at) + part : part);
       }

@@ -20,6 +20,19 @@ inline void pack_queries(const kvb_call* call, const Item* item, bf16* packed) {
     }
 }
 
+// 2^x for scores: to 2e-7, NaN stays NaN, -inf gives 0.
+inline vfloat exp2_scores(vfloat x) {
+  const __m512 score = reinterpret_cast<__m512>(x);
+  const vfloat f = reinterpret_cast<vfloat>(_mm512_reduce_ps(score, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC));
+  vfloat p = splat(1.8775767e-3f);
+  p = p * f + 8.9893397e-3f;
+  p = p * f + 5.5826318e-2f;
+  p = p * f + 2.4015361e-1f;
+  p = p * f + 6.9315308e-1f;
+  p = p * f + 9.9999994e-1f;
+  return reinterpret_cast<vfloat>(_mm512_scalef_ps(reinterpret_cast<__m512>(p), score));
+}
+
 // The weights of 16 heads: their running maximum and sums, and what is needed to turn a score into a weight.
 struct Softmax {
   vfloat top, base, correction, exact;
@@ -36,6 +49,7 @@ inline Softmax begin_weights(const State& state, int32_t h, int32_t rows, bool f
     other = larger(other, score(n + 1));
   }
   top = larger(top, other);
+  if (!first) top = top > old + 8.0f ? top : old;
   const vfloat base = top == -INFINITY ? vfloat{} : top;
   const vfloat correction = first ? vfloat{} : exp2_lanes(old - base);
   return {top, base, correction, first ? vfloat{} : load(state.exact + h) * correction,
@@ -48,8 +62,8 @@ inline __m512i weigh(Softmax& s, vfloat even, vfloat odd) {
   const __m512i pairs = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
                                          5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   const __m512bh ones = reinterpret_cast<__m512bh>(_mm512_set1_epi16(0x3f80));
-  even = exp2_lanes(even - s.base);
-  odd = exp2_lanes(odd - s.base);
+  even = exp2_scores(even - s.base);
+  odd = exp2_scores(odd - s.base);
   s.exact += even + odd;
   const __m512i both =
       reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(odd), reinterpret_cast<__m512>(even)));

@@ -46,8 +46,10 @@ inline void load_block(const Buffers& b, const Row* rows, int32_t count, int32_t
                        int64_t padded) {
   for (int32_t n = 0; n < padded_rows; n += 2) {
     bf16 *keys = b.few ? b.keys : b.keys + n * 32, *values = b.values + n / 2 * 32;
-    if (n + 1 >= count || !decode_common_pair(rows[n], rows[n + 1], keys, values))
-      decode_pair_slowly(rows + n, count - n, depth, keys, KEY_CHUNK, values, BLOCK_ROWS / 2 * 32);
+    if (n + 1 >= count || !decode_common_pair(rows[n], rows[n + 1], keys, values)) {
+      decode_pair_slowly(rows + n, count - n, depth, keys, 32, KEY_CHUNK);
+      interleave_rows(keys, 32, KEY_CHUNK, values, BLOCK_ROWS / 2 * 32);
+    }
     if (b.few) score_few(keys, b.queries, depth, b.scores + n * padded);
   }
 }

@@ -4,8 +4,11 @@
 //   keys    A [16 rows][32 values]       queries B [16 pairs of d][16 heads][2]
 //   weights A [16 heads][32 rows]        values  B [16 pairs of rows][16 values][2]
 //
-// Four accumulator tiles, two of A, two of B: one load for each product. Between the instructions lie pieces of
-// decoding (decoding_amx.h). KVB_AMX_EMULATE replaces the instructions.
+// With at most 16 heads the tiles of keys are values too, as B [16 rows][16 pairs of values][2]: weights in the even
+// places of A then give the sums of even values, weights in its odd places those of odd values.
+//
+// Four accumulator tiles, two of A, two of B. Between a group's instructions `filler` does `steps` steps of decoding
+// (decoding_amx.h). KVB_AMX_EMULATE replaces the instructions.
 #pragma once
 #include "decoding_amx.h"
 #include "pack_bf16.h"
@@ -65,68 +68,113 @@ inline void store_sums(float* at, int64_t down, int64_t right, bool two_rows, bo
   if (two_rows && two_columns) _tile_stored(3, at + down + right, 64);
 }
 
+// What is done in one of a group's eight places: the steps spread evenly, few of them far apart.
+template <int place, class Filler>
+KVB_INLINE void fill(Filler& filler, uint32_t steps) {
+  constexpr uint32_t turn = (place & 1) << 2 | (place & 2) | (place & 4) >> 2;
+  filler(static_cast<int32_t>((steps + 7 - turn) / 8));
+}
+
 // Two tiles of A by two of B.
-template <Filling filling, int units>
-KVB_INLINE void square(const bf16* a0, const bf16* a1, const bf16* b0, const bf16* b1, Decoding& d, Unit& u) {
+template <class Filler>
+KVB_INLINE void square(const bf16* a0, const bf16* a1, const bf16* b0, const bf16* b1, Filler& filler, uint32_t steps) {
   _tile_loadd(4, a0, 64);
-  decode_pieces<filling, units, 0, units>(d, u);
+  fill<0>(filler, steps);
   _tile_loadd(6, b0, 64);
-  decode_pieces<filling, units, units, units>(d, u);
+  fill<1>(filler, steps);
   _tile_dpbf16ps(0, 4, 6);
-  decode_pieces<filling, units, 2 * units, units>(d, u);
+  fill<2>(filler, steps);
   _tile_loadd(7, b1, 64);
-  decode_pieces<filling, units, 3 * units, units>(d, u);
+  fill<3>(filler, steps);
   _tile_dpbf16ps(1, 4, 7);
-  decode_pieces<filling, units, 4 * units, units>(d, u);
+  fill<4>(filler, steps);
   _tile_loadd(5, a1, 64);
-  decode_pieces<filling, units, 5 * units, units>(d, u);
+  fill<5>(filler, steps);
   _tile_dpbf16ps(2, 5, 6);
-  decode_pieces<filling, units, 6 * units, units>(d, u);
+  fill<6>(filler, steps);
   _tile_dpbf16ps(3, 5, 7);
-  decode_pieces<filling, units, 7 * units, units>(d, u);
+  fill<7>(filler, steps);
 }
 
 // Two tiles of A by one of B (sums 0 and 2).
-template <Filling filling, int units>
-KVB_INLINE void column(const bf16* a0, const bf16* a1, const bf16* b, Decoding& d, Unit& u) {
+template <class Filler>
+KVB_INLINE void column(const bf16* a0, const bf16* a1, const bf16* b, Filler& filler, uint32_t steps) {
   _tile_loadd(6, b, 64);
-  decode_pieces<filling, units, 0, 2 * units>(d, u);
+  fill<0>(filler, steps);
+  fill<1>(filler, steps);
   _tile_loadd(4, a0, 64);
-  decode_pieces<filling, units, 2 * units, 2 * units>(d, u);
+  fill<2>(filler, steps);
+  fill<3>(filler, steps);
   _tile_dpbf16ps(0, 4, 6);
-  decode_pieces<filling, units, 4 * units, 2 * units>(d, u);
+  fill<4>(filler, steps);
   _tile_loadd(5, a1, 64);
-  decode_pieces<filling, units, 6 * units, 2 * units>(d, u);
+  fill<5>(filler, steps);
   _tile_dpbf16ps(2, 5, 6);
+  fill<6>(filler, steps);
+  fill<7>(filler, steps);
+}
+
+// Two tiles of A by one of B, and by the next of each: sums 0 and 2, then 1 and 3.
+template <class Filler>
+KVB_INLINE void two_columns(const bf16* a0, const bf16* a1, const bf16* b, Filler& filler, uint32_t steps) {
+  _tile_loadd(6, b, 64);
+  _tile_loadd(4, a0, 64);
+  fill<0>(filler, steps);
+  _tile_dpbf16ps(0, 4, 6);
+  fill<1>(filler, steps);
+  _tile_loadd(5, a1, 64);
+  fill<2>(filler, steps);
+  _tile_dpbf16ps(2, 5, 6);
+  fill<3>(filler, steps);
+  _tile_loadd(7, b + TILE, 64);
+  _tile_loadd(4, a0 + TILE, 64);
+  fill<4>(filler, steps);
+  _tile_dpbf16ps(1, 4, 7);
+  fill<5>(filler, steps);
+  _tile_loadd(5, a1 + TILE, 64);
+  fill<6>(filler, steps);
+  _tile_dpbf16ps(3, 5, 7);
+  fill<7>(filler, steps);
 }
 
 // One tile of A by two of B (sums 0 and 1).
-template <Filling filling, int units>
-KVB_INLINE void row(const bf16* a, const bf16* b0, const bf16* b1, Decoding& d, Unit& u) {
+template <class Filler>
+KVB_INLINE void row(const bf16* a, const bf16* b0, const bf16* b1, Filler& filler, uint32_t steps) {
   _tile_loadd(4, a, 64);
-  decode_pieces<filling, units, 0, 2 * units>(d, u);
+  fill<0>(filler, steps);
+  fill<1>(filler, steps);
   _tile_loadd(6, b0, 64);
-  decode_pieces<filling, units, 2 * units, 2 * units>(d, u);
+  fill<2>(filler, steps);
+  fill<3>(filler, steps);
   _tile_dpbf16ps(0, 4, 6);
-  decode_pieces<filling, units, 4 * units, 2 * units>(d, u);
+  fill<4>(filler, steps);
   _tile_loadd(7, b1, 64);
-  decode_pieces<filling, units, 6 * units, 2 * units>(d, u);
+  fill<5>(filler, steps);
   _tile_dpbf16ps(1, 4, 7);
+  fill<6>(filler, steps);
+  fill<7>(filler, steps);
 }
 
-template <int units>
-KVB_INLINE void multiply_square(const bf16* a0, const bf16* a1, const bf16* b0, const bf16* b1, Decoding& d, Unit& u) {
-  filled<units>(d, [&](auto is) __attribute__((always_inline)) { square<is.value, units>(a0, a1, b0, b1, d, u); });
-}
-
-template <int units>
-KVB_INLINE void multiply_column(const bf16* a0, const bf16* a1, const bf16* b, Decoding& d, Unit& u) {
-  filled<units>(d, [&](auto is) __attribute__((always_inline)) { column<is.value, units>(a0, a1, b, d, u); });
-}
-
-template <int units>
-KVB_INLINE void multiply_row(const bf16* a, const bf16* b0, const bf16* b1, Decoding& d, Unit& u) {
-  filled<units>(d, [&](auto is) __attribute__((always_inline)) { row<is.value, units>(a, b0, b1, d, u); });
+// One tile of A by four neighbours of B.
+template <class Filler>
+KVB_INLINE void long_row(const bf16* a, const bf16* b, Filler& filler, uint32_t steps) {
+  _tile_loadd(4, a, 64);
+  _tile_loadd(6, b, 64);
+  fill<0>(filler, steps);
+  _tile_dpbf16ps(0, 4, 6);
+  fill<1>(filler, steps);
+  _tile_loadd(7, b + TILE, 64);
+  fill<2>(filler, steps);
+  _tile_dpbf16ps(1, 4, 7);
+  fill<3>(filler, steps);
+  _tile_loadd(6, b + 2 * TILE, 64);
+  fill<4>(filler, steps);
+  _tile_dpbf16ps(2, 4, 6);
+  fill<5>(filler, steps);
+  _tile_loadd(7, b + 3 * TILE, 64);
+  fill<6>(filler, steps);
+  _tile_dpbf16ps(3, 4, 7);
+  fill<7>(filler, steps);
 }
 
 }  // namespace

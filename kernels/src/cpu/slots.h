@@ -120,8 +120,7 @@ struct Ahead {  // rows of the next block or item, fetched while this block is m
     for (; some > 0 && at < count; some--, at++) {
       const kvb_record& r = *rows[at].record;
       const int32_t bytes = (r.code == KVB_CODE_E2M1 ? r.values / 2 : r.values) + 2 * r.tail_values;
-      for (int32_t b = 0; b < bytes; b += 64) __builtin_prefetch(rows[at].codes + b, 0, 2);
-      __builtin_prefetch(rows[at].codes + bytes - 1, 0, 2);
+      for (int32_t b = 0; b < bytes; b += 256) __builtin_prefetch(rows[at].codes + b, 0, 2);
       if (r.scale != KVB_SCALE_NONE) __builtin_prefetch(rows[at].scales, 0, 2);
     }
   }
