@@ -203,10 +203,12 @@ def decode(
     flags: cpu.Flag = cpu.Flag.OWN_THREADS,
     workspace: bool = False,
     dtype: torch.dtype = torch.bfloat16,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs one call into fresh outputs filled with NaN: (out, lse)."""
+    """Runs one call into `out`, or into fresh outputs filled with NaN: (out, lse)."""
     queries, heads, d_qk = q.shape
-    out = torch.full((queries, heads, 512), math.nan, dtype=dtype)
+    if out is None:
+        out = torch.full((queries, heads, 512), math.nan, dtype=dtype)
     lse = torch.full((queries, heads), math.nan)
     space = None
     if workspace:

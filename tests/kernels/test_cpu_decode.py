@@ -340,6 +340,25 @@ def test_neighbours_with_any_number_of_rows(path: cpu.Path, heads: int, extra_re
     assert ((lse - want_lse)[live].abs() <= 1e-5 * want_lse[live].abs().clamp_min(1)).all()
 
 
+@pytest.mark.parametrize(("offset", "row", "dtype"), [
+    (0, 512, torch.bfloat16), (32, 544, torch.bfloat16), (1, 512, torch.bfloat16), (0, 520, torch.bfloat16),
+    (0, 512, torch.float32)
+])  # fmt: skip
+@pytest.mark.parametrize("heads", [8, 16, 128])
+def test_more_outputs_than_caches_keep(path: cpu.Path, heads: int, offset: int, row: int, dtype: torch.dtype) -> None:
+    """Such outputs may go past the caches, where their places allow it: the same bits, and nothing beside them."""
+    cache = make_cache("v4", page_rows=64, num_pages=3)
+    count = 5 * 2**20 // (heads * 1024)
+    q, picked = queries(9, heads), slots(9, 3, cache.capacity)
+    some, _ = decode(LIBRARY, path, q, [(cache, picked, None)], dtype=dtype)
+    flat = torch.full((offset + count * heads * row,), math.inf, dtype=dtype)
+    out = flat[offset:].view(count, heads, row)[..., :512]
+    index = torch.arange(count) % 9
+    decode(LIBRARY, path, q[index], [(cache, picked[index], None)], threads=2, out=out)
+    assert torch.equal(out, some[index])
+    assert flat.isfinite().sum() == out.numel()
+
+
 @pytest.mark.parametrize("threads", [3, 8, 24])
 def test_slots_split_over_threads(path: cpu.Path, threads: int) -> None:
     cache = make_cache("v4", page_rows=64, num_pages=8)

@@ -1,7 +1,6 @@
 // The AMX path (bf16 tiles). With KVB_AMX_EMULATE the same text runs on emulated tiles, for tests without the hardware.
 #define LANES 16
 #define KVB_INTERLEAVED
-#define KVB_PARITY_HEADS 16
 #define KVB_STACKED_HEADS 8
 #include "path_amx.h"
 

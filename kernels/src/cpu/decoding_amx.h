@@ -1,12 +1,8 @@
-// Decoding as a filler: one chunk of rows is turned into operands, a few steps at a time, between the tile
-// instructions of another chunk. Those keep their own part of the core busy for many cycles; the vector units work
-// meanwhile.
+// Decoding as a filler: one chunk of rows is turned into keys, a few units at a time, between the tile instructions of
+// another chunk. Those keep their own part of the core busy for many cycles; the vector units work meanwhile.
 //
-//   unit   64 values of two rows: a step to 2 lines of keys for each row, and one to 4 lines of values where these are
-//          wanted
-//
-//   keys    A [2][d_qk / 32][16 rows][32 values]: the chunk's even rows, then its odd ones
-//   values  B [d_v / 16][pairs of rows][16 values][2]
+//   unit   64 values of two rows -> 2 lines of keys for each
+//   keys   A [2][d_qk / 32][16 rows][32 values]: the chunk's even rows, then its odd ones
 //
 // The common records, e4m3 with power-of-two scales, go through units. A pair of rows of other records, of different
 // records, or with a rare scale is decoded at once when its turn comes.
@@ -19,8 +15,7 @@ namespace {
 
 constexpr int32_t CHUNK_ROWS = 32, PAIRS = CHUNK_ROWS / 2, UNITS = KVB_DV / 64;
 constexpr int32_t BLOCK_ROWS = 192;
-constexpr int64_t TILE = 512;                          // bf16 values
-constexpr int64_t SLAB = BLOCK_ROWS / 32 * TILE + 64;  // not a multiple of 4 KiB: lines must not share a cache set
+constexpr int64_t TILE = 512;  // bf16 values
 
 struct Chunk {
   Row rows[CHUNK_ROWS];
@@ -55,24 +50,21 @@ struct Decoding {
   const Row* rows;    // of the next pair
   int32_t rows_left;  // live ones; fewer than 2 for pairs left: the others become zeros
   int32_t pairs_left, pair, depth;
-  bool spoiled;         // one of the pair's units held a NaN code
-  bf16 *keys, *values;  // the chunk's; values null: not wanted
+  bool spoiled;  // one of the pair's units held a NaN code
+  bf16* keys;    // the chunk's
   Fetches* fetches;
   alignas(64) int32_t exponents[2][16];  // of the pair: 128 * (scale - 7) of its 32 values i, twice in a word
 
-  int32_t steps() const { return pairs_left * UNITS * (values ? 2 : 1); }
-  int64_t odd_rows() const { return depth / 32 * TILE; }
+  int32_t units() const { return pairs_left * UNITS; }
 };
 
-// `keys` and, unless it is null, `values` take the chunk's rows.
-inline void begin_decoding(Decoding& d, const Chunk& chunk, bf16* keys, bf16* values, int32_t depth, Fetches* fetches) {
+inline void begin_decoding(Decoding& d, const Chunk& chunk, bf16* keys, int32_t depth, Fetches* fetches) {
   d.rows = chunk.rows;
   d.rows_left = chunk.count;
   d.pairs_left = chunk.count > 0 ? PAIRS : 0;
   d.pair = 0;
   d.depth = depth;
   d.keys = keys;
-  d.values = values;
   d.fetches = fetches;
 }
 
@@ -109,9 +101,7 @@ inline void end_pair(Decoding& d) {
 }
 
 __attribute__((noinline)) void decode_whole_pair(const Decoding& d) {
-  bf16* keys = d.keys + d.pair * 32;
-  decode_pair_slowly(d.rows, d.rows_left, d.depth, keys, d.odd_rows(), TILE);
-  if (d.values) interleave_rows(keys, d.odd_rows(), TILE, d.values + d.pair * 32, SLAB);
+  decode_pair_slowly(d.rows, d.rows_left, d.depth, d.keys + d.pair * 32, d.depth / 32 * TILE, TILE);
 }
 
 // True when the next pair goes through units; else it is done.
@@ -136,19 +126,15 @@ __attribute__((noinline)) bool decode_rare_unit(const uint8_t* a, const uint8_t*
 }
 
 // Decodes a chunk unit by unit. What it needs stays in registers from one call to the next.
-template <bool with_values>
 struct Filler {
-  static constexpr int32_t STEPS = with_values ? 2 : 1;  // of a unit
   Decoding& d;
   const uint8_t *a, *b;      // where the next unit of the pair in hand is read
   const int32_t* exponents;  // 16 for a, 16 for b
-  bf16 *keys, *values;       // and written
+  bf16* keys;                // and written
   int32_t left, tail;        // units of the pair in hand, and how many of them at its end are bf16
-  bool waits;                // the unit's values are not written yet
-  Four x;
   __m512i magnitude, lowest, highest, kept;
 
-  KVB_INLINE explicit Filler(Decoding& d) : d(d), left(0), waits(false) {
+  KVB_INLINE explicit Filler(Decoding& d) : d(d), left(0) {
     magnitude = _mm512_set1_epi8(0x7f);
     lowest = _mm512_set1_epi8(8);
     highest = _mm512_set1_epi8(0x7e - 8);
@@ -162,7 +148,6 @@ struct Filler {
     b = d.rows[1].codes;
     exponents = d.exponents[0];
     keys = d.keys + d.pair * 32;
-    if (with_values) values = d.values + d.pair * 32;
     left = UNITS;
     tail = d.rows[0].record->tail_values > 0;
     return true;
@@ -199,23 +184,13 @@ struct Filler {
             shifted(b + 32, exponents + 17)};
   }
 
-  KVB_INLINE void place_keys() {
+  KVB_INLINE void unit() {
     constexpr int64_t odd_rows = KVB_DV / 32 * TILE;
+    const Four x = decoded();
     _mm512_store_si512(keys, x.a0);
     _mm512_store_si512(keys + odd_rows, x.b0);
     _mm512_store_si512(keys + TILE, x.a1);
     _mm512_store_si512(keys + TILE + odd_rows, x.b1);
-  }
-
-  KVB_INLINE void place_values() {
-    _mm512_store_si512(values, _mm512_unpacklo_epi16(x.a0, x.b0));
-    _mm512_store_si512(values + SLAB, _mm512_unpackhi_epi16(x.a0, x.b0));
-    _mm512_store_si512(values + 2 * SLAB, _mm512_unpacklo_epi16(x.a1, x.b1));
-    _mm512_store_si512(values + 3 * SLAB, _mm512_unpackhi_epi16(x.a1, x.b1));
-    values += 4 * SLAB;
-  }
-
-  KVB_INLINE void end_unit() {
     a += 64;
     b += 64;
     exponents += 2;
@@ -225,51 +200,39 @@ struct Filler {
     end_pair(d);
   }
 
-  KVB_INLINE void step() {
-    if (!waits) {
-      x = decoded();
-      place_keys();
-    } else {
-      place_values();
-    }
-    waits = with_values && !waits;
-    if (!waits) end_unit();
-  }
-
-  KVB_INLINE void operator()(int32_t steps) {
-    while (steps > 0 && (left > 0 || d.pairs_left > 0)) {
+  KVB_INLINE void operator()(int32_t units) {
+    while (units > 0 && (left > 0 || d.pairs_left > 0)) {
       if (left > 0 || begin()) {
-        step();
-        steps--;
+        unit();
+        units--;
       } else {
-        steps -= UNITS * STEPS;
+        units -= UNITS;
       }
     }
   }
-
-  // Nothing stays half done between phases.
-  KVB_INLINE void end_pair_in_hand() {
-    while (left > 0) step();
-  }
 };
-
-// Calls `work` with what decodes d.
-template <class Work>
-KVB_INLINE void with_filler(Decoding& d, const Work& work) {
-  if (d.values) {
-    Filler<true> filler(d);
-    work(filler);
-    filler.end_pair_in_hand();
-  } else {
-    Filler<false> filler(d);
-    work(filler);
-    filler.end_pair_in_hand();
-  }
-}
 
 // What the products left undone.
 inline void decode_rest(Decoding& d) {
-  if (d.pairs_left > 0) with_filler(d, [&](auto& filler) { filler(d.steps()); });
+  if (d.pairs_left == 0) return;
+  Filler filler(d);
+  filler(d.units());
 }
+
+// Turns a column of a chunk's keys, 32 values wide, into two tiles of values, a pair of rows a step.
+struct Interleaving {
+  const bf16* keys;
+  int64_t odd_rows;
+  bf16* values;
+  int32_t left;
+
+  KVB_INLINE void operator()(int32_t steps) {
+    for (; steps > 0 && left > 0; steps--, left--, keys += 32, values += 32) {
+      const __m512i a = _mm512_load_si512(keys), b = _mm512_load_si512(keys + odd_rows);
+      _mm512_store_si512(values, _mm512_unpacklo_epi16(a, b));
+      _mm512_store_si512(values + BLOCK_ROWS / 32 * TILE, _mm512_unpackhi_epi16(a, b));
+    }
+  }
+};
 
 }  // namespace

@@ -2,7 +2,7 @@
 //
 //   state of one head group:  sums [d_v / LANES][padded heads][LANES] | maxima | rounded sums | exact sums
 //
-// Maxima are in base 2 (score * scale * log2 e) and may lag a little behind. `rounded` is the sum of the weights as
+// Maxima are in base 2 (score * scale * log2 e) and may lag behind by up to 8. `rounded` is the sum of the weights as
 // they were multiplied into V, `exact` the fp32 sum for the LSE; exact = -1 marks a group that met no live slot.
 #pragma once
 #include "decode_f32.h"
@@ -56,15 +56,13 @@ inline float log_sum(const kvb_call* call, float maximum, float exact, float sin
   return static_cast<float>(call->flags & KVB_LSE_BASE2 ? lse / LN_2 : lse);
 }
 
-// In calls of up to so many heads, sums are of even and of odd values (products_amx.h); of up to KVB_STACKED_HEADS both
-// lie in one tile, [d_v / 32][even or odd][8 heads][16]. A call's heads decide, not a group's: how heads are grouped
-// must not change bits.
-#ifndef KVB_PARITY_HEADS
-#define KVB_PARITY_HEADS 0
+// In calls of up to so many heads, a tile of sums is of 8 heads' even values, then of their odd ones (products_amx.h):
+// [d_v / 32][even, odd][8 heads][16]. The call's heads decide, not a group's: how heads are grouped must not change
+// bits.
+#ifndef KVB_STACKED_HEADS
 #define KVB_STACKED_HEADS 0
 #endif
 
-inline bool by_parity(const kvb_call* call) { return call->heads <= KVB_PARITY_HEADS; }
 inline bool stacked(const kvb_call* call) { return call->heads <= KVB_STACKED_HEADS; }
 
 // So many heads' lines of sums further lie a head's next LANES values.
@@ -90,17 +88,20 @@ inline void put_in_order(vfloat& a, vfloat& b, bool parity) {
 inline void put_in_order(vfloat&, vfloat&, bool) {}
 #endif
 
-// Values d..d+2*LANES-1 of one of the item's heads.
-inline void store_values(const kvb_call* call, const Item* item, int32_t head, int32_t d, vfloat a, vfloat b) {
+// Values d..d+2*LANES-1 of one of the item's heads; streamed past the caches only where that is said to be possible.
+inline void store_values(const kvb_call* call, const Item* item, int32_t head, int32_t d, vfloat a, vfloat b,
+                         bool streams = false) {
   const int64_t at = item->query * call->out_query_stride + (item->head0 + head) * call->out_head_stride + d;
-  put_in_order(a, b, by_parity(call));
+  put_in_order(a, b, stacked(call));
   if (call->out_type == KVB_OUT_FP32) {
     store(static_cast<float*>(call->out) + at, a);
     store(static_cast<float*>(call->out) + at + LANES, b);
   } else {
 #ifdef __AVX512BF16__
     const __m512bh both = _mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(b), reinterpret_cast<__m512>(a));
-    _mm512_storeu_si512(static_cast<uint16_t*>(call->out) + at, reinterpret_cast<__m512i>(both));
+    uint16_t* to = static_cast<uint16_t*>(call->out) + at;
+    if (streams) _mm512_stream_si512(reinterpret_cast<__m512i*>(to), reinterpret_cast<__m512i>(both));
+    else _mm512_storeu_si512(to, reinterpret_cast<__m512i>(both));
 #else
     store_bf16(static_cast<uint16_t*>(call->out) + at, round_to_bf16_bits(reinterpret_cast<vint>(a)));
     store_bf16(static_cast<uint16_t*>(call->out) + at + LANES, round_to_bf16_bits(reinterpret_cast<vint>(b)));

@@ -49,6 +49,8 @@ inline Softmax begin_weights(const State& state, int32_t h, int32_t rows, bool f
     other = larger(other, score(n + 1));
   }
   top = larger(top, other);
+  // A maximum that grew a little stays as it was, head by head: weights up to 2^8 lose nothing, and sums need not
+  // shrink.
   if (!first) top = top > old + 8.0f ? top : old;
   const vfloat base = top == -INFINITY ? vfloat{} : top;
   const vfloat correction = first ? vfloat{} : exp2_lanes(old - base);

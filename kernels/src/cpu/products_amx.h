@@ -4,8 +4,8 @@
 //   keys    A [16 rows][32 values]       queries B [16 pairs of d][16 heads][2]
 //   weights A [16 heads][32 rows]        values  B [16 pairs of rows][16 values][2]
 //
-// With at most 16 heads the tiles of keys are values too, as B [16 rows][16 pairs of values][2]: weights in the even
-// places of A then give the sums of even values, weights in its odd places those of odd values.
+// With at most 8 heads the tiles of keys are values too, as B [16 rows][16 pairs of values][2]: weights in the even
+// places of 8 rows of A then give the sums of even values, in the odd places of the other 8 rows those of odd values.
 //
 // Four accumulator tiles, two of A, two of B. Between a group's instructions `filler` does `steps` steps of decoding
 // (decoding_amx.h). KVB_AMX_EMULATE replaces the instructions.
@@ -156,25 +156,16 @@ KVB_INLINE void row(const bf16* a, const bf16* b0, const bf16* b1, Filler& fille
 }
 
 // One tile of A by four neighbours of B.
-template <class Filler>
-KVB_INLINE void long_row(const bf16* a, const bf16* b, Filler& filler, uint32_t steps) {
+KVB_INLINE void long_row(const bf16* a, const bf16* b) {
   _tile_loadd(4, a, 64);
   _tile_loadd(6, b, 64);
-  fill<0>(filler, steps);
   _tile_dpbf16ps(0, 4, 6);
-  fill<1>(filler, steps);
   _tile_loadd(7, b + TILE, 64);
-  fill<2>(filler, steps);
   _tile_dpbf16ps(1, 4, 7);
-  fill<3>(filler, steps);
   _tile_loadd(6, b + 2 * TILE, 64);
-  fill<4>(filler, steps);
   _tile_dpbf16ps(2, 4, 6);
-  fill<5>(filler, steps);
   _tile_loadd(7, b + 3 * TILE, 64);
-  fill<6>(filler, steps);
   _tile_dpbf16ps(3, 4, 7);
-  fill<7>(filler, steps);
 }
 
 }  // namespace
