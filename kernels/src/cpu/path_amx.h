@@ -17,7 +17,7 @@
 //
 // What costs most is lines that have to enter the first cache, above all those that are written. So a row is decoded
 // once, to keys, and only one column of values exists at a time. Calls of up to 8 heads do without any
-// (products_amx.h): their scores come in two parts, so that no product waits for the one before, and their weights as
+// (products_amx.h); their weights are
 //
 //   weights [BLOCK_ROWS / 32][even rows, odd rows][8 heads w 0 w 0 ..., 8 heads 0 w 0 w ...]
 #pragma once
@@ -52,8 +52,8 @@ struct Sizes {
     heads = (call->heads + 15) / 16 * 16;
     queries = heads * call->d_qk;
     block = BLOCK_ROWS * call->d_qk;
-    weights = BLOCK_ROWS * (heads > 32 ? heads : 32);
-    scores = BLOCK_ROWS * (heads > 32 ? heads : 32);
+    weights = BLOCK_ROWS * (stacked(call) ? 32 : heads);
+    scores = BLOCK_ROWS * heads;
   }
 };
 
@@ -121,7 +121,7 @@ inline uint32_t share(const Decoding& d, int32_t groups) {
 
 inline int32_t score_groups(const kvb_call* call, const Item* item) {
   const int32_t steps = call->d_qk / 32;
-  return stacked(call) ? steps / 2 : (item->padded + 31) / 32 * steps;
+  return (item->padded + 31) / 32 * steps;
 }
 
 // The scores of a block's chunk `index`: first those of its 16 even rows, then those of the odd ones.
@@ -132,15 +132,13 @@ KVB_INLINE void score_chunk(Stream& s, int32_t padded, int32_t index, const bf16
   for (int32_t h = 0; h < padded; h += 32) {
     const bf16* q = s.queries + h / 16 * size;
     float* scores = s.scores + (h * BLOCK_ROWS + index * CHUNK_ROWS * 16);
-    const bool pair = h + 32 <= padded, parts = stacked(s.call);
+    const bool pair = h + 32 <= padded;
     clear_sums();
     if (pair)
       for (int64_t i = 0; i < size; i += TILE) square(keys + i, odd + i, q + i, q + size + i, filler, units);
-    else if (parts)
-      for (int64_t i = 0; i < size; i += 2 * TILE) two_columns(keys + i, odd + i, q + i, filler, units);
     else
       for (int64_t i = 0; i < size; i += TILE) column(keys + i, odd + i, q + i, filler, units);
-    store_sums(scores, 256, BLOCK_ROWS * 16, true, pair || parts);
+    store_sums(scores, 256, BLOCK_ROWS * 16, true, pair);
   }
 }
 
@@ -204,13 +202,14 @@ inline void multiply_column(const Stream& s, const Weighted& block, int32_t h, i
   stores_are_done();
 }
 
-// Weights times values of a block.
-inline void multiply_values(const Stream& s, const Weighted& block) {
+// Weights times values of a block. Where no values are interleaved meanwhile, rows are decoded.
+inline void multiply_values(const Stream& s, const Weighted& block, Filler& filler) {
   const Item* item = block.item;
   const int64_t width = sums_width(s.call, item), keys = s.call->d_qk / 32 * TILE;
   const Group in_sums = group_of(s.call, width), in_leaving = group_of(s.call, in_sums.heads);
   Leaving leaving[2];  // outputs are written one group later: tile stores take long to become readable
   int32_t groups = 0;
+  const uint32_t units = share(filler.d, COLUMNS / in_sums.columns * 2 * block.chunks);
   for (int32_t i = 0; !stacked(s.call) && i < block.chunks; i++) interleaving(s, block, 0, i)(PAIRS);
   stores_are_done();
   for (int32_t column = 0; column < COLUMNS; column += in_sums.columns)
@@ -222,7 +221,7 @@ inline void multiply_values(const Stream& s, const Weighted& block) {
       if (!stacked(s.call)) multiply_column(s, block, h, column);
       else
         for (int32_t i = 0; i < 2 * block.chunks; i++)
-          long_row(s.weights + i * TILE, block.keys + i * keys + column * TILE);
+          long_row(s.weights + i * TILE, block.keys + i * keys + column * TILE, filler, units);
       if (!block.writes) {
         store_sums(sums, in_sums.down, in_sums.right, four, true);
         continue;
@@ -256,14 +255,13 @@ inline void store_weights(const kvb_call* call, const __m512i* lines, bf16* tile
 // Scores of 16 heads become weights, tile by tile: pairs of rows with heads in lanes turn into heads with 32 rows.
 inline void soften(Stream& s, const Item* item, const State& state, int32_t rows, bool first) {
   const float scale2 = s.call->scale * LOG2_E;
-  const bool parts = stacked(s.call);
   for (int32_t h = 0; h < item->padded; h += 16) {
     const float* scores = s.scores + h * BLOCK_ROWS;
     bf16* tile = s.weights + h * BLOCK_ROWS;
     const auto score = [=](int32_t n) {
       const float* at = scores + (n / 32 * 32 + n % 2 * 16 + n % 32 / 2) * 16;
       if (n >= rows) return splat(-INFINITY);
-      return (parts ? load(at) + load(at + BLOCK_ROWS * 16) : load(at)) * scale2;
+      return load(at) * scale2;
     };
     Softmax softmax = begin_weights(state, h, rows, first, score);
     for (int32_t n = 0; n < rows; n += CHUNK_ROWS, tile += stacked(s.call) ? 2 * TILE : TILE) {
@@ -324,8 +322,10 @@ inline void run_block(Stream& s, const Item* item, const State& state, bool firs
     s.fetches.rows = {after.rows, after.count, 0};
     stores_are_done();
     Filler filler(d);
-    score_chunk(s, item->padded, chunks, block + chunks * CHUNK_ROWS * s.call->d_qk, filler, share(d, groups));
-    filler(d.units());
+    const bool decodes = more || !stacked(s.call);  // or else with the values
+    score_chunk(s, item->padded, chunks, block + chunks * CHUNK_ROWS * s.call->d_qk, filler,
+                decodes ? share(d, groups) : 0);
+    if (decodes) filler(d.units());
     stores_are_done();
     rows += now.count;
     chunks++;
@@ -339,7 +339,9 @@ inline void run_block(Stream& s, const Item* item, const State& state, bool firs
   const bool last = next.count == 0 || next.item != item, writes = last && !item->partial;
   for (int32_t h = 0; writes && h < item->padded; h += 16) finish_heads(s.call, item, state, h, s.factors + h);
   stores_are_done();
-  multiply_values(s, {item, state, block, chunks, first, writes});
+  Filler filler(d);
+  multiply_values(s, {item, state, block, chunks, first, writes}, filler);
+  filler(d.units());
   s.at_block = !s.at_block;
 }
 

@@ -114,29 +114,6 @@ KVB_INLINE void column(const bf16* a0, const bf16* a1, const bf16* b, Filler& fi
   fill<7>(filler, steps);
 }
 
-// Two tiles of A by one of B, and by the next of each: sums 0 and 2, then 1 and 3.
-template <class Filler>
-KVB_INLINE void two_columns(const bf16* a0, const bf16* a1, const bf16* b, Filler& filler, uint32_t steps) {
-  _tile_loadd(6, b, 64);
-  _tile_loadd(4, a0, 64);
-  fill<0>(filler, steps);
-  _tile_dpbf16ps(0, 4, 6);
-  fill<1>(filler, steps);
-  _tile_loadd(5, a1, 64);
-  fill<2>(filler, steps);
-  _tile_dpbf16ps(2, 5, 6);
-  fill<3>(filler, steps);
-  _tile_loadd(7, b + TILE, 64);
-  _tile_loadd(4, a0 + TILE, 64);
-  fill<4>(filler, steps);
-  _tile_dpbf16ps(1, 4, 7);
-  fill<5>(filler, steps);
-  _tile_loadd(5, a1 + TILE, 64);
-  fill<6>(filler, steps);
-  _tile_dpbf16ps(3, 5, 7);
-  fill<7>(filler, steps);
-}
-
 // One tile of A by two of B (sums 0 and 1).
 template <class Filler>
 KVB_INLINE void row(const bf16* a, const bf16* b0, const bf16* b1, Filler& filler, uint32_t steps) {
@@ -156,16 +133,25 @@ KVB_INLINE void row(const bf16* a, const bf16* b0, const bf16* b1, Filler& fille
 }
 
 // One tile of A by four neighbours of B.
-KVB_INLINE void long_row(const bf16* a, const bf16* b) {
+template <class Filler>
+KVB_INLINE void long_row(const bf16* a, const bf16* b, Filler& filler, uint32_t steps) {
   _tile_loadd(4, a, 64);
   _tile_loadd(6, b, 64);
+  fill<0>(filler, steps);
   _tile_dpbf16ps(0, 4, 6);
+  fill<1>(filler, steps);
   _tile_loadd(7, b + TILE, 64);
+  fill<2>(filler, steps);
   _tile_dpbf16ps(1, 4, 7);
+  fill<3>(filler, steps);
   _tile_loadd(6, b + 2 * TILE, 64);
+  fill<4>(filler, steps);
   _tile_dpbf16ps(2, 4, 6);
+  fill<5>(filler, steps);
   _tile_loadd(7, b + 3 * TILE, 64);
+  fill<6>(filler, steps);
   _tile_dpbf16ps(3, 4, 7);
+  fill<7>(filler, steps);
 }
 
 }  // namespace
