@@ -174,13 +174,16 @@ inline void decode_row_bf16(const Row& row, bf16* out, int64_t chunk) {
     _mm512_store_si512(tail + i * chunk, _mm512_loadu_si512(row.codes + r.tail_offset_bytes + 64 * i));
 }
 
+// 32 values of two rows, side by side, into two slabs of values.
+inline void interleave(__m512i a, __m512i b, bf16* out, int64_t slab) {
+  _mm512_store_si512(out, _mm512_unpacklo_epi16(a, b));
+  _mm512_store_si512(out + slab, _mm512_unpackhi_epi16(a, b));
+}
+
 // Two decoded rows, the second `next` values behind the first, into values.
 inline void interleave_rows(const bf16* keys, int64_t next, int64_t chunk, bf16* out, int64_t slab) {
-  for (int32_t i = 0; i < KVB_DV / 32; i++) {
-    const __m512i a = _mm512_load_si512(keys + i * chunk), b = _mm512_load_si512(keys + i * chunk + next);
-    _mm512_store_si512(out + 2 * i * slab, _mm512_unpacklo_epi16(a, b));
-    _mm512_store_si512(out + (2 * i + 1) * slab, _mm512_unpackhi_epi16(a, b));
-  }
+  for (int32_t i = 0; i < KVB_DV / 32; i++, keys += chunk)
+    interleave(_mm512_load_si512(keys), _mm512_load_si512(keys + next), out + 2 * i * slab, slab);
 }
 
 // Two rows of any record into keys; only `live` of them exist, the others become zeros.

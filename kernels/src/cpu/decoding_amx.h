@@ -227,11 +227,8 @@ struct Interleaving {
   int32_t left;
 
   KVB_INLINE void operator()(int32_t steps) {
-    for (; steps > 0 && left > 0; steps--, left--, keys += 32, values += 32) {
-      const __m512i a = _mm512_load_si512(keys), b = _mm512_load_si512(keys + odd_rows);
-      _mm512_store_si512(values, _mm512_unpacklo_epi16(a, b));
-      _mm512_store_si512(values + BLOCK_ROWS / 32 * TILE, _mm512_unpackhi_epi16(a, b));
-    }
+    for (; steps > 0 && left > 0; steps--, left--, keys += 32, values += 32)
+      interleave(_mm512_load_si512(keys), _mm512_load_si512(keys + odd_rows), values, BLOCK_ROWS / 32 * TILE);
   }
 };
 

@@ -10,8 +10,7 @@ inline void place(__m512i a, __m512i b, int32_t i, bf16* keys, bf16* values) {
   constexpr int64_t slab = BLOCK_ROWS / 2 * 32;
   _mm512_store_si512(keys + i * KEY_CHUNK, a);
   _mm512_store_si512(keys + i * KEY_CHUNK + 32, b);
-  _mm512_store_si512(values + 2 * i * slab, _mm512_unpacklo_epi16(a, b));
-  _mm512_store_si512(values + (2 * i + 1) * slab, _mm512_unpackhi_epi16(a, b));
+  interleave(a, b, values + 2 * i * slab, slab);
 }
 
 // False when a scale or code needs the slow way; then what was written is to be written again.

@@ -46,12 +46,13 @@ struct Stream {
 
 // How many values the buffers of a call hold.
 struct Sizes {
-  int64_t queries, block, weights, scores, heads;
+  int64_t queries, block, values, weights, scores, heads;
 
   explicit Sizes(const kvb_call* call) {
     heads = (call->heads + 15) / 16 * 16;
     queries = heads * call->d_qk;
     block = BLOCK_ROWS * call->d_qk;
+    values = BLOCK_ROWS * 32;
     weights = BLOCK_ROWS * (stacked(call) ? 32 : heads);
     scores = BLOCK_ROWS * heads;
   }
@@ -60,7 +61,7 @@ struct Sizes {
 int64_t scratch_bytes(const kvb_call* call, int32_t) {
   const Sizes of(call);
   return static_cast<int64_t>(sizeof(Stream) + 63) / 64 * 64 +
-         2 * (of.queries + 2 * of.block + BLOCK_ROWS * 32 + of.weights) +
+         2 * (of.queries + 2 * of.block + of.values + of.weights) +
          4 * (of.scores + 2 * of.heads + partial_floats(of.heads));
 }
 
@@ -84,7 +85,7 @@ inline Stream& stream_at(const kvb_call* call, void* scratch) {
   s.call = call;
   s.queries = take(of.queries);
   for (bf16*& block : s.blocks) block = take(of.block);
-  s.values = take(BLOCK_ROWS * 32);
+  s.values = take(of.values);
   s.weights = take(of.weights);
   s.scores = reinterpret_cast<float*>(at);
   s.corrections = s.scores + of.scores;
@@ -117,11 +118,6 @@ inline void start(Stream& s, const Item* item) {
 // What is decoded with each of `groups` groups of tile instructions, so that all is done at their end.
 inline uint32_t share(const Decoding& d, int32_t groups) {
   return static_cast<uint32_t>((d.units() + groups - 1) / groups);
-}
-
-inline int32_t score_groups(const kvb_call* call, const Item* item) {
-  const int32_t steps = call->d_qk / 32;
-  return (item->padded + 31) / 32 * steps;
 }
 
 // The scores of a block's chunk `index`: first those of its 16 even rows, then those of the odd ones.
@@ -296,15 +292,9 @@ inline void fetch_queries(Stream& s, const Item* next) {
                        (next->heads + PAIRS - 1) / PAIRS};
 }
 
-// Has chunk `index` of a block decoded.
-inline void begin_chunk(Stream& s, Decoding& d, const Chunk& chunk, bf16* block, int32_t index, Fetches* fetches) {
-  const int32_t depth = s.call->d_qk;
-  begin_decoding(d, chunk, block + index * CHUNK_ROWS * depth, depth, fetches);
-}
-
 // The next block of the item: its scores, their weights, and what they add to the sums.
 inline void run_block(Stream& s, const Item* item, const State& state, bool first) {
-  const int32_t groups = score_groups(s.call, item);
+  const int32_t depth = s.call->d_qk, groups = (item->padded + 31) / 32 * (depth / 32);
   bf16 *block = s.blocks[s.at_block], *next_block = s.blocks[!s.at_block];
   int32_t rows = 0, chunks = 0;
   bool more;
@@ -313,18 +303,18 @@ inline void run_block(Stream& s, const Item* item, const State& state, bool firs
     Chunk &now = s.chunk(0), &next = s.chunk(1), &after = s.chunk(2);
     feed(s, item, after);
     if (item->next && s.source == item->next) fetch_queries(s, item->next);
+    bf16* keys = block + chunks * CHUNK_ROWS * depth;
     if (!s.decoded) {
-      begin_chunk(s, d, now, block, chunks, nullptr);
+      begin_decoding(d, now, keys, depth, nullptr);
       decode_rest(d);
     }
     more = next.count > 0 && next.item == item && chunks + 1 < BLOCK_CHUNKS;
-    begin_chunk(s, d, next, more ? block : next_block, more ? chunks + 1 : 0, &s.fetches);
+    begin_decoding(d, next, more ? keys + CHUNK_ROWS * depth : next_block, depth, &s.fetches);
     s.fetches.rows = {after.rows, after.count, 0};
     stores_are_done();
     Filler filler(d);
     const bool decodes = more || !stacked(s.call);  // or else with the values
-    score_chunk(s, item->padded, chunks, block + chunks * CHUNK_ROWS * s.call->d_qk, filler,
-                decodes ? share(d, groups) : 0);
+    score_chunk(s, item->padded, chunks, keys, filler, decodes ? share(d, groups) : 0);
     if (decodes) filler(d.units());
     stores_are_done();
     rows += now.count;
