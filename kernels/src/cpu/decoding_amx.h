@@ -40,8 +40,17 @@ struct Fetches {
   Ahead rows;
   Lines queries;  // of the next item
 
-  void for_pair() {
-    rows.fetch(2);
+  // Two rows for each pair that is decoded. A core waits for few lines at once, so a pair that goes through units
+  // leaves the bulk of long rows to them, a line of each row to a unit: `lines` becomes where they begin.
+  void for_pair(const uint8_t** lines) {
+    const bool spread = lines && rows.at + 2 <= rows.count;
+    for (int32_t i = 0; spread && i < 2; i++) {
+      const Row& row = rows.rows[rows.at++];
+      const bool is_long = row_bytes(*row.record) >= 64 * UNITS;
+      if (is_long) lines[i] = row.codes;
+      fetch_row(row, is_long ? 64 * UNITS : 0);
+    }
+    if (!spread) rows.fetch(2);
     queries.fetch();
   }
 };
@@ -53,6 +62,7 @@ struct Decoding {
   bool spoiled;  // one of the pair's units held a NaN code
   bf16* keys;    // the chunk's
   Fetches* fetches;
+  const uint8_t* lines[2];               // what the pair's units fetch: a line of each behind the other
   alignas(64) int32_t exponents[2][16];  // of the pair: 128 * (scale - 7) of its 32 values i, twice in a word
 
   int32_t units() const { return pairs_left * UNITS; }
@@ -106,9 +116,14 @@ __attribute__((noinline)) void decode_whole_pair(const Decoding& d) {
 
 // True when the next pair goes through units; else it is done.
 __attribute__((noinline)) bool begin_pair(Decoding& d) {
-  if (d.fetches) d.fetches->for_pair();
-  d.spoiled = false;
-  if (is_common_pair(d)) return true;
+  const bool common = is_common_pair(d);
+  if (common) {  // fetching its own lines again costs nothing
+    d.spoiled = false;
+    d.lines[0] = d.rows[0].codes;
+    d.lines[1] = d.rows[1].codes;
+  }
+  if (d.fetches) d.fetches->for_pair(common ? d.lines : nullptr);
+  if (common) return true;
   decode_whole_pair(d);
   end_pair(d);
   return false;
@@ -128,10 +143,11 @@ __attribute__((noinline)) bool decode_rare_unit(const uint8_t* a, const uint8_t*
 // Decodes a chunk unit by unit. What it needs stays in registers from one call to the next.
 struct Filler {
   Decoding& d;
-  const uint8_t *a, *b;      // where the next unit of the pair in hand is read
-  const int32_t* exponents;  // 16 for a, 16 for b
-  bf16* keys;                // and written
-  int32_t left, tail;        // units of the pair in hand, and how many of them at its end are bf16
+  const uint8_t *a, *b;                // where the next unit of the pair in hand is read
+  const uint8_t *coming_a, *coming_b;  // what it fetches
+  const int32_t* exponents;            // 16 for a, 16 for b
+  bf16* keys;                          // where it is written
+  int32_t left, tail;                  // units of the pair in hand, and how many of them at its end are bf16
   __m512i magnitude, lowest, highest, kept;
 
   KVB_INLINE explicit Filler(Decoding& d) : d(d), left(0) {
@@ -146,6 +162,8 @@ struct Filler {
     if (!begin_pair(d)) return false;
     a = d.rows[0].codes;
     b = d.rows[1].codes;
+    coming_a = d.lines[0];
+    coming_b = d.lines[1];
     exponents = d.exponents[0];
     keys = d.keys + d.pair * 32;
     left = UNITS;
@@ -186,6 +204,10 @@ struct Filler {
 
   KVB_INLINE void unit() {
     constexpr int64_t odd_rows = KVB_DV / 32 * TILE;
+    __builtin_prefetch(coming_a, 0, 2);
+    __builtin_prefetch(coming_b, 0, 2);
+    coming_a += 64;
+    coming_b += 64;
     const Four x = decoded();
     _mm512_store_si512(keys, x.a0);
     _mm512_store_si512(keys + odd_rows, x.b0);

@@ -128,14 +128,16 @@ KVB_INLINE void score_chunk(Stream& s, int32_t padded, int32_t index, const bf16
   for (int32_t h = 0; h < padded; h += 32) {
     const bf16* q = s.queries + h / 16 * size;
     float* scores = s.scores + (h * BLOCK_ROWS + index * CHUNK_ROWS * 16);
-    const bool pair = h + 32 <= padded;
     clear_sums();
-    if (pair)
+    if (h + 16 < padded) {
       for (int64_t i = 0; i < size; i += TILE) square(keys + i, odd + i, q + i, q + size + i, filler, units);
-    else
+      store_square(scores, 256, BLOCK_ROWS * 16);
+    } else {
       for (int64_t i = 0; i < size; i += TILE) column(keys + i, odd + i, q + i, filler, units);
-    store_sums(scores, 256, BLOCK_ROWS * 16, true, pair);
+      store_sums(scores, 256);
+    }
   }
+  clear_sums();
 }
 
 // A block whose weights are ready.
@@ -148,20 +150,21 @@ struct Weighted {
   bool writes;  // the last: what comes out are outputs
 };
 
-// What four accumulators are: columns and heads, and how many floats apart the tiles lie among sums `width` heads wide.
+// What the two accumulators are: columns of so many heads, and how many floats apart they lie among sums `width` heads
+// wide.
 struct Group {
   int32_t columns, heads;
-  int64_t right, down;
+  int64_t apart;
 };
 
 inline Group group_of(const kvb_call* call, int64_t width) {
-  if (stacked(call)) return {4, 8, 256, 512};
-  return {1, 32, 16 * width, 256};
+  if (stacked(call)) return {2, 8, 256};
+  return {1, 16, 16 * width};
 }
 
 // Final sums of a group on their way from tiles to the output: like an item's sums, but of these heads only.
 struct alignas(64) Leaving {
-  float sums[4 * 256];
+  float sums[2 * 256];
   int32_t head, heads, column;
 };
 
@@ -180,17 +183,14 @@ inline Interleaving interleaving(const Stream& s, const Weighted& block, int32_t
   return {block.keys + 2 * chunk * odd_rows + column * TILE, odd_rows, s.values + chunk * TILE, PAIRS};
 }
 
-// Weights of heads h.. times a column of values. With the last heads the next column's values take the place of this
+// Weights of 16 heads times a column of values. With the last heads the next column's values take the place of this
 // one's, a chunk behind.
 inline void multiply_column(const Stream& s, const Weighted& block, int32_t h, int32_t column) {
-  constexpr int64_t next_tile = BLOCK_CHUNKS * TILE;
-  const int32_t padded = block.item->padded;
-  const bool pair = h + 32 <= padded, last = h + 32 >= padded && column + 1 < COLUMNS;
+  const bool last = h + 16 >= block.item->padded && column + 1 < COLUMNS;
   const bf16 *w = s.weights + h * BLOCK_ROWS, *v = s.values;
   Interleaving next = {};
   for (int32_t i = 0; i < block.chunks; i++, w += TILE, v += TILE) {
-    if (pair) square(w, w + next_tile, v, v + next_tile, next, PAIRS);
-    else row(w, v, v + next_tile, next, PAIRS);
+    row(w, v, v + BLOCK_CHUNKS * TILE, next, PAIRS);
     stores_are_done();
     if (last) next = interleaving(s, block, column + 1, i);
   }
@@ -209,21 +209,22 @@ inline void multiply_values(const Stream& s, const Weighted& block, Filler& fill
   for (int32_t i = 0; !stacked(s.call) && i < block.chunks; i++) interleaving(s, block, 0, i)(PAIRS);
   stores_are_done();
   for (int32_t column = 0; column < COLUMNS; column += in_sums.columns)
-    for (int32_t h = 0; h < item->padded; h += 32) {
-      const bool four = stacked(s.call) || h + 32 <= item->padded;
+    for (int32_t h = 0; h < item->padded; h += 16) {
       float* sums = block.state.sums + (2 * column * width + h) * 16;
       if (block.first) clear_sums();
-      else load_sums(sums, in_sums.down, in_sums.right, four, true);
+      else load_sums(sums, in_sums.apart);
       if (!stacked(s.call)) multiply_column(s, block, h, column);
       else
-        for (int32_t i = 0; i < 2 * block.chunks; i++)
-          long_row(s.weights + i * TILE, block.keys + i * keys + column * TILE, filler, units);
+        for (int32_t i = 0; i < 2 * block.chunks; i++) {
+          const bf16* v = block.keys + i * keys + column * TILE;
+          row(s.weights + i * TILE, v, v + TILE, filler, units);
+        }
       if (!block.writes) {
-        store_sums(sums, in_sums.down, in_sums.right, four, true);
+        store_sums(sums, in_sums.apart);
         continue;
       }
       Leaving& now = leaving[groups & 1];
-      store_sums(now.sums, in_leaving.down, in_leaving.right, four, true);
+      store_sums(now.sums, in_leaving.apart);
       now.head = h;
       now.heads = item->heads - h < in_sums.heads ? item->heads - h : in_sums.heads;
       now.column = column;

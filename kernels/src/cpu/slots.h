@@ -112,17 +112,22 @@ inline int32_t first_rows_of(const kvb_call* call, const Item* item, Row* rows, 
   return walk.next(rows, room);
 }
 
+inline int32_t row_bytes(const kvb_record& r) {
+  return (r.code == KVB_CODE_E2M1 ? r.values / 2 : r.values) + 2 * r.tail_values;
+}
+
+// From byte `from` on; the lines between those named here follow by themselves. The scales always.
+inline void fetch_row(const Row& row, int32_t from) {
+  for (int32_t b = from; b < row_bytes(*row.record); b += 256) __builtin_prefetch(row.codes + b, 0, 2);
+  if (row.record->scale != KVB_SCALE_NONE) __builtin_prefetch(row.scales, 0, 2);
+}
+
 struct Ahead {  // rows of the next block or item, fetched while this block is multiplied
   const Row* rows;
   int32_t count, at;
 
   void fetch(int32_t some) {
-    for (; some > 0 && at < count; some--, at++) {
-      const kvb_record& r = *rows[at].record;
-      const int32_t bytes = (r.code == KVB_CODE_E2M1 ? r.values / 2 : r.values) + 2 * r.tail_values;
-      for (int32_t b = 0; b < bytes; b += 256) __builtin_prefetch(rows[at].codes + b, 0, 2);
-      if (r.scale != KVB_SCALE_NONE) __builtin_prefetch(rows[at].scales, 0, 2);
-    }
+    for (; some > 0 && at < count; some--, at++) fetch_row(rows[at], 0);
   }
 };
 
